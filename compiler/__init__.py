@@ -1,0 +1,1 @@
+"""Torch step -> ONNX -> checked -> engine -> bundle."""

@@ -1,0 +1,1 @@
+"""Checkpoint -> torch module: targets, drafters, and the step that composes them."""

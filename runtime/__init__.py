@@ -1,0 +1,1 @@
+"""Bundle -> tokens: engines, the loop, sampling parameters, measurement."""

@@ -1,0 +1,1 @@
+"""Prompts -> completions by the target -> trained drafter, with held-out acceptance."""
