@@ -18,7 +18,7 @@ from forerun.models.config import RopeConfig, TargetConfig
 from forerun.models.gguf_reader import GgufFile, GgufTensor, read_gguf
 from forerun.models.gguf_tokenizer import vocabulary_from_gguf
 from forerun.models.rope import inverse_frequencies
-from forerun.models.weights import check_shapes
+from forerun.models.weights import MAX_LAYERS, check_shapes
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -99,7 +99,7 @@ def config_from_gguf(file: GgufFile, where: str) -> TargetConfig:
         )
     fields = _Fields(file.metadata, name, where)
     fields.refuse_variants()
-    traits, layers = _ARCHITECTURES[name], fields.integer("block_count")
+    traits, layers = _ARCHITECTURES[name], fields.integer("block_count", high=MAX_LAYERS)
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", hidden // heads)
     embedding = file.tensors.get("token_embd.weight")
@@ -134,6 +134,11 @@ def config_from_gguf(file: GgufFile, where: str) -> TargetConfig:
         if traits.nope_interval
         else (),
     )
+    if traits.interleaved and config.rope.dim != head_dim:
+        raise ForerunError(
+            f"{where} rotates {config.rope.dim} of {head_dim} dimensions a head, which leaves the "
+            f"order of its {name!r} rows unclear: use the model's Hugging Face folder"
+        )
     inverse_frequencies(config.rope, config.max_positions, capacity=1)
     return config
 
@@ -219,15 +224,16 @@ class _Fields:
     architecture: str
     where: str
 
-    def integer(self, key: str, default: int | None = None, low: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**31) -> int:
         value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
-            raise self._error(key, f"a whole number from {low} on", value)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self._error(key, f"a whole number from {low} to {high}", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value):
             raise self._error(key, "a number", value)
         return float(value)
 

@@ -117,7 +117,7 @@ class _Cursor:
 
     def __init__(self, path: Path, data: npt.NDArray[np.uint8]) -> None:
         self.path, self.data, self.offset = path, data, 0
-        self.buffer = memoryview(data)
+        self.buffer = data.data
 
     def require(self, count: int, size: int, what: str) -> None:
         """Refuse `count` items of at least `size` bytes that the rest of the file can't hold."""

@@ -87,7 +87,7 @@ def _dynamic(rope: RopeConfig, max_positions: int, capacity: int) -> tuple[Tenso
 
 
 def _llama3(rope: RopeConfig, max_positions: int, capacity: int) -> tuple[Tensor, float]:
-    """Llama 3.1's scaling by wavelength (Llama 3 herd of models, section 3.4.2; its reference code).
+    """Scaling by wavelength, of Llama 3.1 (its reference code; The Llama 3 Herd gives no formula).
 
     Long wavelengths are interpolated, short ones kept, those between blended linearly.
     """
@@ -136,7 +136,7 @@ def _yarn(rope: RopeConfig, max_positions: int, capacity: int) -> tuple[Tensor, 
 
 
 def _yarn_attention(rope: RopeConfig, factor: float) -> float:
-    """The factor on cos and sin: stated, or DeepSeek-V2's ratio, or YaRN's equation 22."""
+    """The factor on cos and sin: stated, or DeepSeek-V2's ratio, or YaRN's section 3.4."""
     if rope.scaling.get("attention_factor") is not None:
         return _positive(rope, "attention_factor")
 

@@ -9,6 +9,9 @@ from forerun.models.config import TargetConfig
 
 Shape = tuple[int, ...]
 
+MAX_LAYERS = 4096
+"""No real model comes near; a forged count would fill the memory with per-layer flags."""
+
 
 def tensor_shapes(config: TargetConfig) -> Iterator[tuple[str, Shape]]:
     """Name (Hugging Face's) and shape of every tensor that a target of `config` holds."""
