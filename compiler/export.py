@@ -1,0 +1,201 @@
+"""Torch step -> ONNX opset 24, with symbolic B, T, S, ... and one initializer a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import onnxscript
+import torch
+from onnxscript.values import Opset
+from torch import Tensor, nn
+from torch.export import Dim
+
+from forerun.models.ops import ACTIVATION_ZERO, HALVINGS, SPAN
+from forerun.models.step import INPUT_NAMES, OUTPUT_NAMES, Step, StepInputs
+from forerun.models.target import Caches
+
+OPSET = 24
+op: Any = Opset("", OPSET)
+
+# Sizes that stand for the symbols while tracing: distinct, and neither 0 nor 1, which torch.export
+# would take for constants.
+TRACE_SIZES = {
+    "batch": 3,
+    "nodes": 5,
+    "verified": 4,
+    "next_nodes": 6,
+    "pending_in": 7,
+    "slots": 64,
+    "uniform_positions": 80,
+}
+
+INPUT_AXES: dict[str, tuple[str | int, ...]] = {
+    "tokens": ("batch", "nodes"),
+    "length": ("batch",),
+    "pending_count": ("batch",),
+    "pending": ("layers", 2, "batch", "kv_heads", "pending_in", "head_dim"),
+    "depth": ("batch", "nodes"),
+    "ancestors": ("batch", "nodes", "nodes"),
+    "verify": ("verified",),
+    "parents": ("batch", "verified"),
+    "slots": ("next_nodes",),
+    "drafting": (),
+    "uniforms": ("batch", "uniform_positions"),
+    "temperature": ("batch",),
+    "top_k": ("batch",),
+    "top_p": ("batch",),
+    "limit": ("batch",),
+}
+"""Each input's axes: symbols of `TRACE_SIZES`, facts of the target, or plain numbers."""
+
+BOOL = ("ancestors", "drafting")
+FLOAT = ("uniforms", "temperature", "top_p")
+
+
+def cache_names(layers: int, prefix: str = "") -> list[str]:
+    """The names of the cache tensors, keys first, as inputs; outputs carry `prefix` "new_"."""
+    return [f"{prefix}{kind}_{layer}" for kind in ("keys", "values") for layer in range(layers)]
+
+
+def _tensor_scatter(cache: Any, rows: Any, index: Any) -> Any:
+    return op.TensorScatter(cache, rows, index, axis=2)
+
+
+def _quantize_rows(x: Any, scale: Any) -> Any:
+    zero = op.Expand(
+        op.Constant(value=onnxscript.ir.tensor([ACTIVATION_ZERO], onnxscript.ir.DataType.UINT8)),
+        op.Shape(scale),
+    )
+    return op.QuantizeLinear(x, scale, zero, axis=0)
+
+
+def _matmul_integer(rows: Any, weight: Any) -> Any:
+    zero = op.Constant(value=onnxscript.ir.tensor(ACTIVATION_ZERO, onnxscript.ir.DataType.UINT8))
+    return op.MatMulInteger(rows, weight, zero)
+
+
+def _matmul_transposed(rows: Any, weight: Any) -> Any:
+    return op.Gemm(rows, weight, transB=1)
+
+
+def _threshold(values: Any, measure: Any, wanted: Any) -> Any:
+    def number(value: float) -> Any:
+        return op.Constant(value_float=value)
+
+    zero, half, axis = number(0.0), number(0.5), op.Constant(value_ints=[-1])
+    low = op.Expand(number(-SPAN), op.Shape(wanted))
+    high = op.Expand(number(SPAN / 2**HALVINGS), op.Shape(wanted))
+    for _ in range(HALVINGS):
+        middle = op.Mul(op.Add(low, high), half)
+        kept = op.Where(op.GreaterOrEqual(values, middle), measure, zero)
+        enough = op.GreaterOrEqual(op.ReduceSum(kept, axis, keepdims=1), wanted)
+        low, high = op.Where(enough, middle, low), op.Where(enough, high, middle)
+    return op.Where(op.Greater(wanted, zero), low, number(float("-inf")))
+
+
+def _sym_stride(x: Any, dim: int) -> Any:
+    """A contiguous tensor's stride: torch.cond passes operands' strides along with them."""
+    return op.ReduceProd(op.Shape(x, start=dim + 1), keepdims=0)
+
+
+TRANSLATIONS: Mapping[Any, Any] = {
+    torch.ops.forerun.tensor_scatter.default: _tensor_scatter,
+    torch.ops.forerun.quantize_rows.default: _quantize_rows,
+    torch.ops.forerun.matmul_integer.default: _matmul_integer,
+    torch.ops.forerun.matmul_transposed.default: _matmul_transposed,
+    torch.ops.forerun.threshold.default: _threshold,
+    torch.ops.aten.sym_stride.int: _sym_stride,
+}
+
+
+class FlatStep(nn.Module):
+    """The step with one positional tensor an input, in the order of the ONNX graph's inputs."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        layers = self.step.target.config.num_layers
+        head = len(INPUT_NAMES)
+        inputs = StepInputs(*tensors[:head])
+        keys = list(tensors[head : head + layers])
+        values = list(tensors[head + layers : head + 2 * layers])
+        states = list(tensors[head + 2 * layers :])
+        outputs, caches, new_states = self.step(inputs, Caches(keys, values), states)
+        flat = (getattr(outputs, field.name) for field in fields(outputs))
+        return (*flat, *caches.keys, *caches.values, *new_states)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The graph's inputs and outputs by name, with their axes."""
+
+    inputs: dict[str, tuple[tuple[str | int, ...], torch.dtype]]
+    outputs: tuple[str, ...]
+
+
+def signature(step: Step) -> Signature:
+    """Names, axes and dtypes of everything that the exported step takes and gives."""
+    config = step.target.config
+    sizes: dict[str | int, int] = {
+        "layers": config.num_layers,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+    }
+
+    def resolve(axes: tuple[str | int, ...]) -> tuple[str | int, ...]:
+        return tuple(sizes.get(axis, axis) for axis in axes)
+
+    real = step.target.cos.dtype
+    inputs: dict[str, tuple[tuple[str | int, ...], torch.dtype]] = {}
+    for name, axes in INPUT_AXES.items():
+        dtype = torch.bool if name in BOOL else torch.float32 if name in FLOAT else torch.int64
+        inputs[name] = (resolve(axes), real if name == "pending" else dtype)
+    for name in cache_names(config.num_layers):
+        inputs[name] = (resolve(("batch", "kv_heads", "slots", "head_dim")), real)
+    states = step.drafter.states()
+    for state in states:
+        inputs[state.name] = (state.shape, state.dtype)
+    outputs = (
+        *OUTPUT_NAMES,
+        *cache_names(config.num_layers, "new_"),
+        *(f"new_{state.name}" for state in states),
+    )
+    return Signature(inputs, outputs)
+
+
+def trace_inputs(facts: Signature) -> tuple[Tensor, ...]:
+    """Tensors of the tracing sizes: zeros, but for what indexes something."""
+    tensors = []
+    for axes, dtype in facts.inputs.values():
+        shape = [TRACE_SIZES[axis] if isinstance(axis, str) else axis for axis in axes]
+        tensors.append(torch.zeros(shape, dtype=dtype))
+    return tuple(tensors)
+
+
+def export_step(step: Step, path: Path) -> None:
+    """Write the step to `path` (`.onnx`), weights beside it in `path` + `.data`."""
+    facts = signature(step)
+    dims = {name: Dim(name, min=2, max=1 << 20) for name in TRACE_SIZES}
+    shapes = tuple(
+        {place: dims[axis] for place, axis in enumerate(axes) if isinstance(axis, str)}
+        for axes, _ in facts.inputs.values()
+    )
+    program = torch.export.export(
+        FlatStep(step).eval(), trace_inputs(facts), dynamic_shapes=(shapes,), strict=False
+    )
+    onnx_program = torch.onnx.export(
+        program,
+        dynamo=True,
+        opset_version=OPSET,
+        input_names=list(facts.inputs),
+        output_names=list(facts.outputs),
+        custom_translation_table=dict(TRANSLATIONS),
+        verbose=False,
+    )
+    assert onnx_program is not None
+    onnx_program.save(str(path), external_data=True)

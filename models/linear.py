@@ -1,0 +1,47 @@
+"""Linear layers, full precision and int8. Weights lie as `[K, N]`, the way a matmul reads them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from forerun.models.ops import matmul_integer, quantize_rows
+
+
+class Linear(nn.Module):
+    """`y = x @ weight + bias` over the last dimension."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)  # [K, N]
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight
+        return y if self.bias is None else y + self.bias
+
+
+class Int8Linear(nn.Module):
+    """Integer matmul whose rows do not see each other: one activation scale a row (token).
+
+    The scale comes from the row alone and the product is exact, so a row's result is the same bit
+    for bit however many rows are computed beside it: that is what makes a speculative step under
+    int8 lossless.
+    """
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.contiguous())  # [K, N] int8
+        self.register_buffer("scale", scale)  # [N] float32
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])  # [n, K]
+        scale = rows.abs().amax(-1) * (1 / 127) + 1e-12  # [n]; an all-zero row must not divide by 0
+        product = matmul_integer(quantize_rows(rows, scale), self.weight)  # [n, N] int32
+        y = product.to(torch.float32) * self.scale * scale[:, None]
+        y = y if self.bias is None else y + self.bias
+        return y.reshape(*x.shape[:-1], y.shape[-1])

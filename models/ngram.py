@@ -1,0 +1,69 @@
+"""Prompt lookup: draft what followed the last time the text ended like this, inside the graph."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from forerun.models.drafter import NO_TOKEN, Committed, Drafter, StateSpec
+from forerun.runtime.tree import Tree
+
+
+class NGram(Drafter):
+    """The longest suffix of the committed tokens that occurred before; the latest such place wins.
+
+    Draft token i is what followed that place. Where the proposal runs into the end of the text it
+    wraps, so that a repetition with a short period is continued to full length.
+    (Saxena, "Prompt lookup decoding", 2023; LLMA, section 3.)
+    """
+
+    kind: ClassVar[str] = "ngram"
+
+    def __init__(self, gamma: int = 7, longest: int = 4, shortest: int = 2) -> None:
+        super().__init__()
+        self.gamma, self.longest, self.shortest = gamma, longest, shortest
+        self.candidates = gamma
+
+    def states(self) -> list[StateSpec]:
+        return [StateSpec("history", ("batch", "slots"), torch.int64)]
+
+    def remember(self, committed: Committed, states: list[Tensor]) -> list[Tensor]:
+        """Write the step's input tokens and then what was committed, each at its position.
+
+        Rejected tokens leave garbage, but only behind the last committed position.
+        """
+        last = states[0].shape[1] - 1
+        history = states[0].scatter(1, committed.positions.clamp(max=last), committed.tokens)
+        ahead = torch.arange(committed.emitted.shape[1], device=history.device)
+        places = (committed.first_position[:, None] + ahead).clamp(max=last)
+        return [history.scatter(1, places, committed.emitted)]
+
+    def draft(self, committed: Committed, states: list[Tensor]) -> Tensor:
+        history = states[0]  # [B, S]
+        last = committed.first_position[:, None] + committed.count[:, None] - 1  # [B, 1] the root's
+        places = torch.arange(history.shape[1], device=history.device)[None]  # [1, S]
+        same = places < last  # matching so far; a place must end before the text does
+        length = torch.zeros_like(history)
+        for back in range(self.longest):
+            suffix = history.gather(1, (last - back).clamp(min=0))  # [B, 1]
+            shifted = history.gather(1, (places - back).clamp(min=0).expand_as(history))
+            same = same & (shifted == suffix) & (places >= back) & (last >= back)
+            length = length + same.to(torch.int64)
+        score = length * history.shape[1] + places
+        best = torch.minimum(score.argmax(-1, keepdim=True), last)  # [B, 1]
+        found = length.gather(1, best) >= self.shortest
+        period = (last - best).clamp(min=1)
+        ahead = torch.arange(self.gamma, device=history.device)[None]
+        drafted = history.gather(1, best + 1 + torch.remainder(ahead, period))
+        return torch.where(found, drafted, NO_TOKEN)
+
+    def tree(self, nodes: int) -> Tree:
+        return Tree.chain(nodes)
+
+    def max_depth(self) -> int:
+        return self.gamma
+
+    def options(self) -> dict[str, int | float | str]:
+        return {"gamma": self.gamma, "longest": self.longest, "shortest": self.shortest}

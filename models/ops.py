@@ -1,0 +1,96 @@
+"""The few operations that torch lacks and ONNX has, each with the eager meaning that defines it.
+
+`forerun.compiler.export` translates them one to one: `tensor_scatter` to TensorScatter (opset 24),
+`quantize_rows` to QuantizeLinear, `matmul_integer` to MatMulInteger, `matmul_transposed` to Gemm, `threshold` to its unrolled loop.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ACTIVATION_ZERO = 128
+"""Zero point of quantised activations: symmetric int8 stored as uint8, which ORT multiplies best."""
+
+
+@torch.library.custom_op("forerun::tensor_scatter", mutates_args=())
+def tensor_scatter(cache: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+    """Write `rows` `[B, h, n, D]` into `cache` `[B, h, S, D]` from slot `index[b]` on.
+
+    Engines alias the result with `cache`; the eager form copies.
+    """
+    return scatter_in_place(cache.clone(), rows, index)
+
+
+@tensor_scatter.register_fake
+def _(cache: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+    return torch.empty_like(cache)
+
+
+def scatter_in_place(cache: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+    """`tensor_scatter` for eager loops: the same write without the copy."""
+    slots = index[:, None] + torch.arange(rows.shape[2], device=rows.device)  # [B, n]
+    batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
+    cache[batch, :, slots] = rows.transpose(1, 2)
+    return cache
+
+
+@torch.library.custom_op("forerun::quantize_rows", mutates_args=())
+def quantize_rows(x: Tensor, scale: Tensor) -> Tensor:
+    """Round `x` `[n, K]` to uint8 with one scale a row (`scale` `[n]`), halves to even."""
+    return ((x / scale[:, None]).round() + ACTIVATION_ZERO).clamp(0, 255).to(torch.uint8)
+
+
+@quantize_rows.register_fake
+def _(x: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.uint8)
+
+
+@torch.library.custom_op("forerun::matmul_integer", mutates_args=())
+def matmul_integer(rows: Tensor, weight: Tensor) -> Tensor:
+    """Exact int32 product of uint8 `rows` `[n, K]` (less their zero point) and int8 `[K, N]`."""
+    return torch._int_mm((rows.to(torch.int16) - ACTIVATION_ZERO).to(torch.int8), weight)
+
+
+@matmul_integer.register_fake
+def _(rows: Tensor, weight: Tensor) -> Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[1]), dtype=torch.int32)
+
+
+@torch.library.custom_op("forerun::matmul_transposed", mutates_args=())
+def matmul_transposed(rows: Tensor, weight: Tensor) -> Tensor:
+    """`rows` `[n, K]` times the transpose of `weight` `[N, K]`: a tied head without a second copy."""
+    return rows @ weight.T
+
+
+@matmul_transposed.register_fake
+def _(rows: Tensor, weight: Tensor) -> Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[0]))
+
+
+SPAN = 104.0
+"""exp(-104) is zero in float32: what lies further below the maximum has no probability at all."""
+HALVINGS = 30
+"""Bisection steps; values closer than `SPAN / 2**HALVINGS` (1e-7) to a threshold are tied with it."""
+
+
+@torch.library.custom_op("forerun::threshold", mutates_args=())
+def threshold(values: Tensor, measure: Tensor, wanted: Tensor) -> Tensor:
+    """The highest cut `[B, R, 1]` whose upper side still keeps `wanted` of `measure`.
+
+    `values` `[B, R, V]` are at most 0 and reach 0; `-inf` where `wanted` `[B, R, 1]` is 0. Found by
+    bisection, whose lower end always keeps enough.
+    """
+    low = torch.full_like(wanted, -SPAN)
+    high = torch.full_like(wanted, SPAN / 2**HALVINGS)
+    for _ in range(HALVINGS):
+        middle = (low + high) * 0.5
+        kept = torch.where(values >= middle, measure, 0.0).sum(-1, keepdim=True)
+        enough = kept >= wanted
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return torch.where(wanted > 0, low, float("-inf"))
+
+
+@threshold.register_fake
+def _(values: Tensor, measure: Tensor, wanted: Tensor) -> Tensor:
+    return values.new_empty((*values.shape[:-1], 1))

@@ -1,0 +1,192 @@
+"""The target: one dense decoder for the Llama family, forward over a few rows and a KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from forerun.models.attention import ATTENTIONS, Attend
+from forerun.models.config import TargetConfig
+from forerun.models.linear import Linear
+from forerun.models.ops import matmul_transposed, tensor_scatter
+from forerun.models.rope import rope_tables
+
+CacheUpdate = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The target's keys and values, a tensor a layer, each `[B, kv, S, D]`."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a forward needs to know of its T rows besides their tokens."""
+
+    positions: Tensor  # [B, T] int64
+    write_index: Tensor  # [B] int64: the cache slot that the first written row takes
+    pending: Tensor  # [layers, 2, B, kv, P, D]: earlier rows written along with these
+    mask: Tensor  # [B, T, S] bool: which slots a row attends to
+    window_mask: Tensor | None = None  # the same for sliding-window layers
+
+
+class Block(nn.Module):
+    """One decoder layer: attention over the cache, then the gated feed-forward network."""
+
+    def __init__(self, config: TargetConfig, layer: int, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.config = config
+        self.rotates, self.slides = config.rotates(layer), config.slides(layer)
+        prefix = f"model.layers.{layer}."
+
+        def fuse(*names: str) -> Linear:
+            """Layers that read the same input, as one matmul."""
+            weight = torch.cat([weights[f"{prefix}{name}.weight"] for name in names])  # [N, K]
+            biases = [weights.get(f"{prefix}{name}.bias") for name in names]
+            bias = None if biases[0] is None else torch.cat([b for b in biases if b is not None])
+            return Linear(weight.T, bias)
+
+        def norm(name: str) -> nn.RMSNorm:
+            return rms_norm(weights[f"{prefix}{name}.weight"], config.rms_norm_eps)
+
+        self.input_norm = norm("input_layernorm")
+        self.qkv: nn.Module = fuse(*(f"self_attn.{name}_proj" for name in "qkv"))
+        self.output: nn.Module = fuse("self_attn.o_proj")
+        self.query_norm = norm("self_attn.q_norm") if config.qk_norm else nn.Identity()
+        self.key_norm = norm("self_attn.k_norm") if config.qk_norm else nn.Identity()
+        self.mlp_norm = norm("post_attention_layernorm")
+        self.gate_up: nn.Module = fuse("mlp.gate_proj", "mlp.up_proj")
+        self.down: nn.Module = fuse("mlp.down_proj")
+
+    def project(self, x: Tensor, rows: Rows, rope: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Queries `[B, h, T, D]`, keys and values `[B, kv, T, D]`, rotated where the layer does."""
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        batch, count, _ = x.shape
+        split = self.qkv(x).reshape(batch, count, heads + 2 * kv_heads, config.head_dim)
+        query, key, value = split.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
+        query, key = self.query_norm(query), self.key_norm(key)
+        if self.rotates:
+            query, key = (
+                torch.onnx.ops.rotary_embedding(
+                    tensor,
+                    *rope,
+                    rows.positions,
+                    rotary_embedding_dim=config.rope.dim if config.rope.dim < config.head_dim else 0,
+                )
+                for tensor in (query, key)
+            )
+        return [query, key, value]
+
+    def forward(
+        self,
+        x: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        pending: Tensor,
+        rows: Rows,
+        rope: tuple[Tensor, Tensor],
+        attend: Attend,
+        update: CacheUpdate,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`x` `[B, T, H]` -> (x, key cache, value cache, this layer's new rows `[2, B, kv, T, D]`)."""
+        query, key, value = self.project(self.input_norm(x), rows, rope)
+        keys = update(keys, torch.cat([pending[0], key], dim=2), rows.write_index)
+        values = update(values, torch.cat([pending[1], value], dim=2), rows.write_index)
+        mask = rows.window_mask if self.slides and rows.window_mask is not None else rows.mask
+        mixed = attend(query, keys, values, mask, self.config.head_dim**-0.5)
+        x = x + self.output(mixed.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        x = x + self.down(nn.functional.silu(gate) * up)
+        return x, keys, values, torch.stack([key, value])
+
+
+class Target(nn.Module):
+    """Tokens `[B, T]` -> hidden states `[B, T, H]` after the final norm, and the cache rows."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        weights: dict[str, Tensor],
+        capacity: int,
+        attention: str = "grouped",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.capacity = capacity
+        self.attend = ATTENTIONS[attention]
+        self.embed: nn.Module = nn.Embedding.from_pretrained(weights["model.embed_tokens.weight"])
+        self.blocks = nn.ModuleList(
+            Block(config, layer, weights) for layer in range(config.num_layers)
+        )
+        self.norm = rms_norm(weights["model.norm.weight"], config.rms_norm_eps)
+        head = weights.get("lm_head.weight")
+        self.head: nn.Module = TiedHead(self.embed) if head is None else Linear(head.T)
+        cos, sin = rope_tables(config.rope, config.max_positions, capacity)  # [capacity, dim / 2]
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def forward(
+        self, tokens: Tensor, caches: Caches, rows: Rows, update: CacheUpdate = tensor_scatter
+    ) -> tuple[Tensor, Caches, Tensor]:
+        """-> (hidden `[B, T, H]`, caches with the rows written, rows `[layers, 2, B, kv, T, D]`).
+
+        A negative token stands for no token: it is embedded as token 0 and must not be attended to.
+        """
+        x = self.embed(tokens.clamp(min=0))
+        keys, values, written = [], [], []
+        for layer, block in enumerate(self.blocks):
+            x, key, value, new = block(
+                x,
+                caches.keys[layer],
+                caches.values[layer],
+                rows.pending[layer],
+                rows,
+                (self.cos, self.sin),
+                self.attend,
+                update,
+            )
+            keys.append(key)
+            values.append(value)
+            written.append(new)
+        return self.norm(x), Caches(keys, values), torch.stack(written)
+
+    def empty_caches(self, batch: int, slots: int) -> Caches:
+        """Zeroed caches of `slots` slots, in the module's dtype and on its device."""
+        config = self.config
+        shape = (batch, config.num_kv_heads, slots, config.head_dim)
+
+        def zeros() -> list[Tensor]:
+            return [self.cos.new_zeros(shape) for _ in range(config.num_layers)]
+
+        return Caches(zeros(), zeros())
+
+
+class TiedHead(nn.Module):
+    """Logits from the embedding's own matrix, held once."""
+
+    def __init__(self, embed: nn.Module) -> None:
+        super().__init__()
+        self.embed = embed
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.embed.weight  # type: ignore[assignment]
+        return matmul_transposed(x.reshape(-1, x.shape[-1]), weight).reshape(
+            *x.shape[:-1], weight.shape[0]
+        )
+
+
+def rms_norm(weight: Tensor, eps: float) -> nn.RMSNorm:
+    """Root-mean-square layer normalisation over the last dimension, with the given gain."""
+    norm = nn.RMSNorm(weight.shape[0], eps=eps)
+    norm.weight = nn.Parameter(weight, requires_grad=False)
+    return norm
