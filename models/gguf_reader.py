@@ -19,6 +19,8 @@ from forerun.errors import ForerunError, MissingDependencyError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
+_HEADER = 24
+"""Bytes of magic, version and the two counts."""
 _MAX_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
@@ -71,11 +73,16 @@ def read_gguf(path: Path) -> GgufFile:
     except ImportError:
         raise MissingDependencyError("gguf", "compile", "reading a GGUF file") from None
 
-    if path.stat().st_size < 24:
-        raise ForerunError(f"{path} is not a GGUF file: it is shorter than a GGUF header")
-    cursor = _Cursor(path, np.memmap(path, dtype=np.uint8, mode="r"))
+    try:
+        if path.stat().st_size < _HEADER:
+            raise ForerunError(f"{path} is not a GGUF file (too short): give a .gguf file")
+        cursor = _Cursor(path, np.memmap(path, dtype=np.uint8, mode="r"))
+    except OSError as error:
+        raise ForerunError(f"{path} can't be read ({error.strerror}): mend its access") from None
     if cursor.take(4) != _MAGIC:
-        raise ForerunError(f"{path} is not a GGUF file: it does not start with GGUF")
+        raise ForerunError(
+            f"{path} is not a GGUF file (it does not start with GGUF): give a .gguf file"
+        )
     version = cursor.number("I")
     if version not in _VERSIONS:
         raise ForerunError(

@@ -132,7 +132,8 @@ def _tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
-        raise ForerunError(f"{path} is not a tokenizer ({error}): download it again") from None
+        reason = str(error).partition("\n")[0]
+        raise ForerunError(f"{path} is not a tokenizer ({reason}): download it again") from None
     # Saved training settings would cut or pad prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
