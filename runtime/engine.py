@@ -1,0 +1,70 @@
+"""What runs a bundle's step, and the registry of those that can."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from forerun.errors import ForerunError
+from forerun.runtime.bundle import Bundle
+from forerun.runtime.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to continue it."""
+
+    prompt: Sequence[int]
+    limit: int
+    """Prompt and new tokens together: no token is committed at this position or later."""
+    params: SamplingParams = SamplingParams()
+
+
+class Engine(Protocol):
+    """A loaded step. One request at a time: `prefill` begins it, `step` goes on."""
+
+    def prefill(self, request: Request, nodes: int) -> list[int]:
+        """Forget the request before, read the prompt in chunks, return the first token.
+
+        `nodes` is the size of the tree to draft (1: none).
+        """
+
+    def step(self, nodes: int) -> list[int]:
+        """Verify the drafted tree, draft another of `nodes` nodes, return the committed tokens.
+
+        Empty once the request's limit is reached.
+        """
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+        """Logits `[n, V]` float32 after each of `tokens`, for verification."""
+
+
+ENGINES: dict[str, str] = {"ort": "forerun.runtime.engine_ort:OrtEngine"}
+"""Engine kind -> where its class is; imported only when a bundle asks for it."""
+
+BUILD_ONLY = ("tensorrt", "tensorrt-rtx")
+"""Kinds that this version builds, but has no loop for yet."""
+
+
+def load_engine(bundle: Bundle, threads: int | None = None) -> Engine:
+    """The engine of `bundle`; `threads` bounds the CPU threads of one that runs there.
+
+    Raises ForerunError where this machine can't run it or its package is missing.
+    """
+    kind = bundle.manifest.engine.kind
+    if kind in BUILD_ONLY:
+        raise ForerunError(
+            f"{bundle.path}: this version builds {kind} engines but does not run them yet: "
+            "compile with --engine ort to generate on this machine"
+        )
+    if kind not in ENGINES:
+        raise ForerunError(
+            f"{bundle.path}: unknown engine {kind!r}: this version runs {', '.join(ENGINES)}"
+        )
+    module, _, name = ENGINES[kind].partition(":")
+    engine: Engine = getattr(importlib.import_module(module), name)(bundle, threads)
+    return engine
