@@ -109,6 +109,7 @@ def test_a_link_inside_the_bundle_and_a_loop_of_links(bundle_folder: Path) -> No
         "/etc/passwd",
         "../secret",
         "golden/../../secret",
+        "golden/../golden/inputs.npz",
         "",
         ".",
         "..",

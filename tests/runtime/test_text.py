@@ -94,6 +94,14 @@ def test_special_and_unknown_ids_are_skipped(tokenizer: Tokenizer) -> None:
     assert stream.push([special[0], 10**6]) + stream.flush() == ""
 
 
+def test_special_tokens_push_no_text_out_of_the_context(tokenizer: Tokenizer) -> None:
+    """A leading space is dropped at the start of the text only, however many specials follow it."""
+    special = [i for i, facts in tokenizer.get_added_tokens_decoder().items() if facts.special]
+    ids = tokenizer.encode(" hello hello", add_special_tokens=False).ids
+    both = [*ids, *special[:1] * 50, *ids]
+    assert "".join(pieces(tokenizer, both, [1])) == tokenizer.decode(both)
+
+
 @pytest.mark.parametrize("unit", ["hello ", "\U0001f9ff", "\udcff"])
 def test_the_cost_of_a_token_does_not_grow(tokenizer: Tokenizer, unit: str) -> None:
     """40 times the tokens take about 40 times as long: re-decoding all would take 1,600 times."""
