@@ -77,7 +77,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in a `tokenizer.json`, without the truncation and padding it may ask for."""
     try:
         tokenizer = Tokenizer.from_file(os.fspath(path))
-    except Exception as error:  # the library raises Exception itself
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # Exception itself, or a Rust panic, which is no Exception
         raise ForerunError(f"{path}: not a tokenizer: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()

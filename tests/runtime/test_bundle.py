@@ -170,6 +170,15 @@ def test_a_listed_file_that_is_no_tokenizer(
     assert "not a tokenizer" in refused(bundle_folder)
 
 
+def test_a_tokenizer_that_makes_the_library_panic(bundle_folder: Path) -> None:
+    path = bundle_folder / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["model"]["continuing_subword_prefix"] = "longer than any token"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ForerunError, match="not a tokenizer"):
+        load_tokenizer(path)
+
+
 def test_a_tokenizer_neither_truncates_nor_pads(bundle_folder: Path) -> None:
     path = bundle_folder / "tokenizer.json"
     greedy = Tokenizer.from_file(str(path))
