@@ -138,10 +138,14 @@ class Signature:
     outputs: tuple[str, ...]
 
 
-def signature(step: Step) -> Signature:
-    """Names, axes and dtypes of everything that the exported step takes and gives."""
+def signature(step: Step, fixed: Mapping[str, int] | None = None) -> Signature:
+    """Names, axes and dtypes of everything that the exported step takes and gives.
+
+    `fixed` gives sizes to symbols: TensorRT wants a static number of cache `slots`.
+    """
     config = step.target.config
     sizes: dict[str | int, int] = {
+        **(fixed or {}),
         "layers": config.num_layers,
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
@@ -159,7 +163,7 @@ def signature(step: Step) -> Signature:
         inputs[name] = (resolve(("batch", "kv_heads", "slots", "head_dim")), real)
     states = step.drafter.states()
     for state in states:
-        inputs[state.name] = (state.shape, state.dtype)
+        inputs[state.name] = (resolve(state.shape), state.dtype)
     outputs = (
         *OUTPUT_NAMES,
         *cache_names(config.num_layers, "new_"),
@@ -177,9 +181,12 @@ def trace_inputs(facts: Signature) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-def export_step(step: Step, path: Path) -> None:
-    """Write the step to `path` (`.onnx`), weights beside it in `path` + `.data`."""
-    facts = signature(step)
+def export_step(step: Step, path: Path, fixed: Mapping[str, int] | None = None) -> Signature:
+    """Write the step to `path` (`.onnx`), weights beside it in `path` + `.data`.
+
+    `fixed` gives sizes to symbols that an engine can't leave open.
+    """
+    facts = signature(step, fixed)
     dims = {name: Dim(name, min=2, max=1 << 20) for name in TRACE_SIZES}
     shapes = tuple(
         {place: dims[axis] for place, axis in enumerate(axes) if isinstance(axis, str)}
@@ -199,3 +206,4 @@ def export_step(step: Step, path: Path) -> None:
     )
     assert onnx_program is not None
     onnx_program.save(str(path), external_data=True)
+    return facts
