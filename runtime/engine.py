@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forerun.errors import ForerunError
 from forerun.runtime.bundle import Bundle
 from forerun.runtime.sampling import SamplingParams
+
+GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,16 @@ class Request:
     prompt: Sequence[int]
     limit: int
     """Prompt and new tokens together: no token is committed at this position or later."""
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = GREEDY
 
 
 class Engine(Protocol):
     """A loaded step. One request at a time: `prefill` begins it, `step` goes on."""
+
+    context: int
+    """The longest that prompt and new tokens together may get."""
+    seconds: float
+    """Time spent inside the engine so far: what is not in here is the host's."""
 
     def prefill(self, request: Request, nodes: int) -> list[int]:
         """Forget the request before, read the prompt in chunks, return the first token.
@@ -39,8 +47,11 @@ class Engine(Protocol):
         Empty once the request's limit is reached.
         """
 
-    def score(self, tokens: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-        """Logits `[n, V]` float32 after each of `tokens`, for verification."""
+    def score(self, tokens: Sequence[int], chunk: int | None = None) -> NDArray[np.float32]:
+        """Logits `[n, V]` float32 after each of `tokens`, read in pieces of `chunk` (None: any)."""
+
+    def launch_ms(self, verified: int, nodes: int, launches: int = 20) -> float:
+        """Median milliseconds of a step that verifies and drafts these many nodes."""
 
 
 ENGINES: dict[str, str] = {"ort": "forerun.runtime.engine_ort:OrtEngine"}

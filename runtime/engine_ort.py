@@ -7,6 +7,8 @@ tree size. Caches grow by buckets, since the provider's attention computes over 
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +54,11 @@ class OrtEngine:
         known = {*self.cache_names, *_STEP_INPUTS}
         self.state_names = [name for name in self.inputs if name not in known]
         self.room = max(tree.nodes for tree in self.manifest.trees.values()) + self.manifest.pending
-        self.slots = 0
+        self.context = self.manifest.capacity - self.room
+        self.seconds = 0.0
+        self.slots, self.limit = 0, 0
+        self.turn, self.drafted = 0, 1
+        self.caches: dict[str, Array] = {}
         self._request_buffers()
         self._grow(BUCKET)
 
@@ -61,39 +67,55 @@ class OrtEngine:
     def prefill(self, request: Request, nodes: int) -> list[int]:
         """The prompt's first token; the tree of `nodes` nodes is drafted on the way."""
         prompt = np.asarray(request.prompt, np.int64)
-        limit = self._begin(prompt.size, request)
+        self._begin(prompt.size, request)
         for start in range(0, prompt.size, self.manifest.chunk):
             chunk = prompt[start : start + self.manifest.chunk]
             last = start + chunk.size == prompt.size
             self._read_chunk(chunk, start, [chunk.size - 1], nodes if last else 1)
-        return self._committed(limit)
+        return self._committed()
 
     def step(self, nodes: int) -> list[int]:
         """One launch. Where the drafter proposed nothing, only the root is verified."""
         here = self.sets[self.turn]
         position = int(here["length"][0] + here["pending_count"][0])
-        if position >= self.limit:
+        if position + 1 >= self.limit:  # the root's own position: a step commits what follows it
             return []
         self._grow(position + self.room)
         verified = self.drafted if self.drafted > 1 and self._has_draft(here) else 1
         self._launch(self._binding(verified, nodes))
         self.drafted = nodes
-        return self._committed(self.limit)
+        return self._committed()
 
-    def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits `[n, V]` after each token, chunk by chunk, as prefill computes them."""
-        ids = np.asarray(tokens, np.int64)
+    def score(self, tokens: Sequence[int], chunk: int | None = None) -> NDArray[np.float32]:
+        """Logits `[n, V]` after each token, read in pieces of `chunk` tokens (None: prefill's)."""
+        ids, size = np.asarray(tokens, np.int64), chunk or self.manifest.chunk
         self._begin(ids.size, Request(tokens, ids.size + 1))
         parts = []
-        for start in range(0, ids.size, self.manifest.chunk):
-            chunk = ids[start : start + self.manifest.chunk]
-            parts.append(self._read_chunk(chunk, start, range(chunk.size), 1, logits=True))
+        for start in range(0, ids.size, size):
+            piece = ids[start : start + size]
+            parts.append(self._read_chunk(piece, start, range(piece.size), 1, logits=True))
         return np.concatenate(parts)
+
+    def launch_ms(self, verified: int, nodes: int, launches: int = 20) -> float:
+        """Median milliseconds of a step that verifies and drafts these many nodes, context short.
+
+        The same step is launched again and again: it reads one set of buffers and writes the other.
+        """
+        self.prefill(Request([0] * 32, self.context), 1)
+        turn = self.turn
+        self.sets[turn]["tokens"][:] = 0
+        binding = self._binding(verified, nodes)
+        times = []
+        for _ in range(launches):
+            self.turn, before = turn, self.seconds
+            self._launch(binding)
+            times.append(self.seconds - before)
+        return 1e3 * statistics.median(times)
 
     # --- buffers ----------------------------------------------------------------------------
 
     def _request_buffers(self) -> None:
-        """What one request fixes, and the two sets of ping-pong state that don't depend on slots."""
+        """What one request fixes, and the two sets of ping-pong state, but for slots."""
         pending, widest = self.manifest.pending, max(map(int, self.manifest.trees))
         self.fixed: dict[str, Array] = {
             "uniforms": np.zeros((1, self.manifest.capacity), np.float32),
@@ -117,15 +139,12 @@ class OrtEngine:
             for _ in range(2)
         ]
         self.emitted = np.zeros((1, pending), np.int64)
-        self.turn = 0
-        self.drafted = 1
-        self.limit = 0
 
     def _grow(self, slots: int) -> None:
         """Make room for `slots` cache slots; what is cached is kept."""
         if slots <= self.slots:
             return
-        old, kept = getattr(self, "caches", {}), self.slots
+        old, kept = self.caches, self.slots
         self.slots = -(-slots // BUCKET) * BUCKET
         facts = self.manifest.target
         real = NUMPY_TYPES[self.inputs["pending"].type]
@@ -140,21 +159,20 @@ class OrtEngine:
                 value = self.inputs[name]
                 shape = [axis if isinstance(axis, int) else self.slots for axis in value.shape]
                 shape[0] = 1
-                grown = np.zeros(shape, NUMPY_TYPES[value.type])
+                grown: Array = np.zeros(shape, NUMPY_TYPES[value.type])
                 if kept:
                     grown[tuple(slice(0, size) for size in state[name].shape)] = state[name]
                 state[name] = grown
         self.bindings: dict[tuple[int, int, int], Any] = {}
 
-    def _begin(self, length: int, request: Request) -> int:
+    def _begin(self, length: int, request: Request) -> None:
         """Check the request against the context, set its parameters, forget the one before."""
-        context = self.manifest.capacity - self.room
-        if not 0 < length <= context:
+        if not 0 < length <= self.context:
             raise ForerunError(
-                f"the prompt has {length} tokens; this bundle takes 1 to {context}: "
+                f"the prompt has {length} tokens; this bundle takes 1 to {self.context}: "
                 "shorten it, or compile with a larger --capacity"
             )
-        self.limit = min(request.limit, context)
+        self.limit = min(request.limit, self.context)
         params: SamplingParams = request.params
         self.fixed["limit"][0] = self.limit
         self.fixed["temperature"][0] = params.temperature
@@ -166,7 +184,6 @@ class OrtEngine:
             for name in ("length", "pending_count", *self.state_names):
                 state[name].fill(0)
         self._grow(length + self.room)
-        return self.limit
 
     # --- launching --------------------------------------------------------------------------
 
@@ -233,34 +250,23 @@ class OrtEngine:
         return binding, inputs
 
     def _launch(self, bound: Any) -> None:
+        start = time.perf_counter()
         self.session.run_with_iobinding(bound[0])
+        self.seconds += time.perf_counter() - start
         self.turn = 1 - self.turn
 
     def _has_draft(self, state: dict[str, Array]) -> bool:
         return bool((state["tokens"][0, 1 : self.drafted] >= 0).any())
 
-    def _committed(self, limit: int) -> list[int]:
+    def _committed(self) -> list[int]:
         count = int(self.sets[self.turn]["pending_count"][0])
         tokens: list[int] = self.emitted[0, :count].tolist()
         return tokens
 
 
 _STEP_INPUTS = (
-    "tokens",
-    "length",
-    "pending_count",
-    "pending",
-    "depth",
-    "ancestors",
-    "verify",
-    "parents",
-    "slots",
-    "drafting",
-    "uniforms",
-    "temperature",
-    "top_k",
-    "top_p",
-    "limit",
+    *("tokens", "length", "pending_count", "pending", "depth", "ancestors", "verify", "parents"),
+    *("slots", "drafting", "uniforms", "temperature", "top_k", "top_p", "limit"),
 )
 
 

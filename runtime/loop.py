@@ -1,0 +1,142 @@
+"""The loop: prefill, then steps, cut exactly where the text ends, and what that took."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from forerun.runtime.engine import Engine, Request
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one step adds to the answer."""
+
+    tokens: tuple[int, ...]
+    """Never a stop token, and nothing after it."""
+    finish: FinishReason | None
+    """Why this is the last block; None where more follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What one request's decoding took, or, added up, that of several."""
+
+    prefill_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    """Decoding alone: from the prefill's end, the caller's own work between blocks included."""
+    engine_seconds: float = 0.0
+    """The part of `wall_seconds` inside engine calls."""
+    tokens: int = 0
+    """Decoded after the prefill's token: a stop token counts, what was cut after it doesn't."""
+    committed: tuple[int, ...] = ()
+    """`committed[k]` steps committed k + 1 tokens, before any cut."""
+
+    def __add__(self, other: Stats) -> Stats:
+        depth = max(len(self.committed), len(other.committed))
+        rows = [(*stats.committed, *[0] * depth)[:depth] for stats in (self, other)]
+        return Stats(
+            self.prefill_seconds + other.prefill_seconds,
+            self.wall_seconds + other.wall_seconds,
+            self.engine_seconds + other.engine_seconds,
+            self.tokens + other.tokens,
+            tuple(map(sum, zip(*rows, strict=True))),
+        )
+
+    @property
+    def steps(self) -> int:
+        """Steps after the prefill."""
+        return sum(self.committed)
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed a step, the bonus token included; 0 without a step."""
+        tokens = sum(count * (extra + 1) for extra, count in enumerate(self.committed))
+        return tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """For depth 1, 2, ...: the share of steps whose draft was accepted at least that deep."""
+        return [sum(self.committed[d:]) / self.steps for d in range(1, len(self.committed))]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoded tokens a second, prefill excluded; 0 without a step."""
+        return self.tokens / self.wall_seconds if self.wall_seconds and self.steps else 0.0
+
+    @property
+    def host_share(self) -> float:
+        """The share of the decoding time outside engine calls."""
+        return 1 - self.engine_seconds / self.wall_seconds if self.wall_seconds else 0.0
+
+
+class Decoding(Iterator[Block]):
+    """One request's blocks, computed as they are asked for; `stats` is complete after the last."""
+
+    def __init__(
+        self, engine: Engine, request: Request, nodes: int, stop_ids: Collection[int]
+    ) -> None:
+        self.stats = Stats()
+        self._blocks = self._run(engine, request, nodes, frozenset(stop_ids))
+
+    def __next__(self) -> Block:
+        return next(self._blocks)
+
+    def close(self) -> None:
+        """Ends the request where it is."""
+        self._blocks.close()
+
+    def _run(
+        self, engine: Engine, request: Request, nodes: int, stop_ids: frozenset[int]
+    ) -> Generator[Block]:
+        room = request.limit - len(request.prompt)
+        # The engine may commit a block beyond the limit: cut on the device, it would lower tau.
+        ample = replace(request, limit=request.limit + nodes)
+        start = time.perf_counter()
+        committed = engine.prefill(ample, nodes)
+        begin, inside = time.perf_counter(), engine.seconds
+        tokens, counts = 0, Counter[int]()
+        try:
+            block = cut(committed, room, stop_ids)
+            yield block
+            while block.finish is None:
+                room -= len(block.tokens)
+                committed = engine.step(nodes)
+                block = cut(committed, room, stop_ids)
+                if committed:
+                    counts[len(committed)] += 1
+                    tokens += len(block.tokens) + (block.finish == "stop")
+                yield block
+        finally:
+            self.stats = Stats(
+                begin - start,
+                time.perf_counter() - begin,
+                engine.seconds - inside,
+                tokens,
+                tuple(counts[count] for count in range(1, max(counts, default=0) + 1)),
+            )
+
+
+def decode(
+    engine: Engine, request: Request, nodes: int, stop_ids: Collection[int] = ()
+) -> Decoding:
+    """Answers `request` with draft trees of `nodes` nodes (1: plain), a block a step.
+
+    Ends before the first of `stop_ids` ("stop"), at the request's limit or where the engine's
+    context is full ("length"). What the engine raises for a request comes with the first block.
+    """
+    return Decoding(engine, request, nodes, stop_ids)
+
+
+def cut(committed: Sequence[int], room: int, stop_ids: Collection[int]) -> Block:
+    """The block that a step's tokens give where `room` more tokens are wanted."""
+    for place, token in enumerate(committed[:room]):
+        if token in stop_ids:
+            return Block(tuple(committed[:place]), "stop")
+    full = not committed or len(committed) >= room
+    return Block(tuple(committed[:room]), "length" if full else None)
