@@ -9,6 +9,7 @@ from typing import Any
 
 import onnxscript
 import torch
+from onnx_ir.tape import Tape
 from onnxscript.values import Opset
 from torch import Tensor, nn
 from torch.export import Dim
@@ -82,18 +83,24 @@ def _matmul_transposed(rows: Any, weight: Any) -> Any:
 
 
 def _threshold(values: Any, measure: Any, wanted: Any) -> Any:
-    def number(value: float) -> Any:
-        return op.Constant(value_float=value)
-
-    zero, half, axis = number(0.0), number(0.5), op.Constant(value_ints=[-1])
-    low = op.Expand(number(-SPAN), op.Shape(wanted))
-    high = op.Expand(number(SPAN / 2**HALVINGS), op.Shape(wanted))
-    for _ in range(HALVINGS):
-        middle = op.Mul(op.Add(low, high), half)
-        kept = op.Where(op.GreaterOrEqual(values, middle), measure, zero)
-        enough = op.GreaterOrEqual(op.ReduceSum(kept, axis, keepdims=1), wanted)
-        low, high = op.Where(enough, middle, low), op.Where(enough, high, middle)
-    return op.Where(op.Greater(wanted, zero), low, number(float("-inf")))
+    """Bisection as a Scan over the step widths: TensorRT's build time is exponential in its length
+    when it is unrolled (measured: 2 x 9 halvings 1.5 s, 2 x 14 13 s, 2 x 30 more than 8 minutes)."""
+    zero, axis = op.Constant(value_float=0.0), op.Constant(value_ints=[-1])
+    lowest = op.Expand(op.Constant(value_float=-SPAN), op.Shape(wanted))
+    widths = [SPAN / 2**halving for halving in range(1, HALVINGS + 1)]
+    body = Tape()
+    low, width = (
+        onnxscript.ir.val(f"{wanted.name}_{name}", onnxscript.ir.DataType.FLOAT, shape)
+        for name, shape in (("low", wanted.shape), ("width", []))
+    )
+    middle = body.op("Add", [low, width])
+    upper = body.op("Where", [body.op("GreaterOrEqual", [values, middle]), measure, zero])
+    kept = body.op("ReduceSum", [upper, axis], {"keepdims": 1})
+    enough = body.op("GreaterOrEqual", [kept, wanted])
+    higher = body.op("Where", [enough, middle, low])
+    graph = onnxscript.ir.Graph([low, width], [higher], nodes=body.nodes, name="bisection")
+    found = op.Scan(lowest, op.Constant(value_floats=widths), body=graph, num_scan_inputs=1)
+    return op.Where(op.Greater(wanted, zero), found, op.Constant(value_float=float("-inf")))
 
 
 def _sym_stride(x: Any, dim: int) -> Any:

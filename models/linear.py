@@ -45,3 +45,18 @@ class Int8Linear(nn.Module):
         y = product.to(torch.float32) * self.scale * scale[:, None]
         y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class Int8Embedding(nn.Module):
+    """Embedding rows as int8 with one scale a row: tokens `[...]` -> `[..., H]` float32."""
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Tensor, scale: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)  # [V, H] int8
+        self.register_buffer("scale", scale)  # [V] float32
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight[tokens].to(torch.float32) * self.scale[tokens][..., None]

@@ -144,6 +144,9 @@ class Step(nn.Module):
         last = (accepted.count - 1).clamp(min=0)[:, None]  # [B, 1]
         root = accepted.emitted.gather(1, last)[:, 0]
         at_last = accepted.path.gather(1, last[..., None].expand(-1, 1, accepted.path.shape[2]))
+        drafting_state = (at_last.to(hidden.dtype) @ hidden)[:, 0]  # [B, H]
+        if self.target.basis is not None:
+            drafting_state = drafting_state @ self.target.basis
         committed = Committed(
             tokens=inputs.tokens,
             positions=positions,
@@ -151,7 +154,7 @@ class Step(nn.Module):
             count=accepted.count,
             first_position=first,
             root=root,
-            hidden=(at_last.to(hidden.dtype) @ hidden)[:, 0],
+            hidden=drafting_state,
         )
         states = self.drafter.remember(committed, states)
         if self.drafter.candidates == 0:

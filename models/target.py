@@ -112,6 +112,8 @@ class Target(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    basis: Tensor | None
+    """`[H, H]`: takes hidden states back to the checkpoint's own basis, where weights were rotated."""
 
     def __init__(
         self,
@@ -119,6 +121,7 @@ class Target(nn.Module):
         weights: dict[str, Tensor],
         capacity: int,
         attention: str = "grouped",
+        basis: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -134,6 +137,7 @@ class Target(nn.Module):
         cos, sin = rope_tables(config.rope, config.max_positions, capacity)  # [capacity, dim / 2]
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
+        self.register_buffer("basis", basis)
 
     def forward(
         self, tokens: Tensor, caches: Caches, rows: Rows, update: CacheUpdate = tensor_scatter

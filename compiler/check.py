@@ -1,0 +1,153 @@
+"""Exported against eager: the ONNX file must do what the torch step does, on a real prompt."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forerun.compiler.eager import EagerStep
+from forerun.compiler.export import Signature
+from forerun.errors import ForerunError, MissingDependencyError
+from forerun.models.step import Step, StepInputs, StepOutputs
+from forerun.models.target import Caches
+from forerun.runtime.tree import Tree
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far an exported real-valued output may lie from the eager one."""
+
+    absolute: float
+    relative: float
+    statistic: str
+    """Of the differences over an output: `max`, or `mean` where single values may flip a rounding."""
+
+
+TOLERANCES = {
+    "fp32": Tolerance(2e-3, 1e-3, "max"),  # logits of some tens, summed in another order
+    "fp16": Tolerance(0.1, 5e-2, "mean"),
+    # Eager torch and ONNX Runtime differ by 1e-6 before an activation is rounded; a rounding that
+    # flips for it moves every logit a little.
+    "int8": Tolerance(0.3, 5e-2, "mean"),
+}
+
+
+def check_onnx(
+    step: Step, facts: Signature, path: Path, prompt: Sequence[int], tree: Tree, precision: str
+) -> float:
+    """A prefill and two steps over `tree`, each fed the eager state; -> the largest logit difference.
+
+    Real outputs must lie within `TOLERANCES` (polygraphy's comparator), and tokens be equal: in
+    float32 always, else where the eager margin between the two best logits exceeds the difference.
+    Raises ForerunError naming the output that differs.
+    """
+    session = _session(path)
+    slots = facts.inputs["keys_0"][0][2]
+    eager = EagerStep(step, slots if isinstance(slots, int) else 512)
+    inputs = eager.prefill_inputs(prompt, [len(prompt) - 1], tree)
+    worst = 0.0
+    for call in ("prefill", "first step", "second step"):
+        feed = _feed(facts, inputs, eager.caches, eager.states)
+        outputs, caches, states = eager.run(inputs)
+        expected = _named(facts, outputs, caches, states)
+        names = list(expected)
+        found = dict(zip(names, session.run(names, feed), strict=True))
+        where = f"{path.name}, {call}"
+        difference = float(np.abs(found["logits"] - expected["logits"]).max())
+        if precision == "fp32" or _margin(expected["logits"]) > 2 * difference:
+            _compare_tokens(found, expected, where, drafts=precision == "fp32")
+        _compare(found, expected, TOLERANCES[precision], where)
+        worst = max(worst, difference)
+        inputs = eager.step_inputs(inputs, outputs, tree)
+    return worst
+
+
+def _session(path: Path) -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingDependencyError("onnxruntime", "cpu", "checking the ONNX file") from error
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def _feed(
+    facts: Signature, inputs: StepInputs, caches: Caches, states: Sequence[Tensor]
+) -> dict[str, Array]:
+    tensors = [getattr(inputs, field.name) for field in fields(inputs)]
+    tensors += [*caches.keys, *caches.values, *states]
+    return {
+        name: np.array(tensor.detach().numpy())  # a copy: eager state must not alias the engine's
+        for name, tensor in zip(facts.inputs, tensors, strict=True)
+    }
+
+
+def _named(
+    facts: Signature, outputs: StepOutputs, caches: Caches, states: Sequence[Tensor]
+) -> dict[str, Array]:
+    tensors = [getattr(outputs, field.name) for field in fields(outputs)]
+    tensors += [*caches.keys, *caches.values, *states]
+    return {
+        name: tensor.detach().numpy() for name, tensor in zip(facts.outputs, tensors, strict=True)
+    }
+
+
+def _margin(logits: Array) -> float:
+    """The smallest distance between a row's two best logits."""
+    best = np.partition(logits, -2, axis=-1)[..., -2:]
+    return float((best[..., 1] - best[..., 0]).min())
+
+
+def _compare_tokens(
+    found: dict[str, Array], expected: dict[str, Array], where: str, drafts: bool
+) -> None:
+    count = int(expected["count"][0])
+    kept = {
+        "count": slice(None),
+        "next_length": slice(None),
+        "emitted": slice(0, count),
+        "next_tokens": slice(None if drafts else 1),
+    }
+    for name, part in kept.items():
+        if not np.array_equal(found[name][..., part], expected[name][..., part]):
+            raise ForerunError(
+                f"{where}: output {name!r} differs from the torch step: "
+                f"{found[name].tolist()} instead of {expected[name].tolist()}"
+            )
+
+
+def _compare(
+    found: dict[str, Array], expected: dict[str, Array], tolerance: Tolerance, where: str
+) -> None:
+    from polygraphy.comparator import CompareFunc, IterationResult
+
+    names = ("logits", "next_pending")
+    compare = CompareFunc.simple(
+        atol=tolerance.absolute,
+        rtol=tolerance.relative,
+        check_error_stat=tolerance.statistic,
+        fail_fast=True,
+    )
+    with contextlib.redirect_stdout(io.StringIO()):  # polygraphy prints its histogram
+        results = compare(
+            IterationResult({name: found[name] for name in names}),
+            IterationResult({name: expected[name] for name in names}),
+        )
+    for name, result in results.items():
+        if not result:
+            raise ForerunError(
+                f"{where}: output {name!r} lies {result.mean_absdiff:.3g} (mean) and "
+                f"{result.max_absdiff:.3g} (max) from the torch step, beyond a "
+                f"{tolerance.statistic} of {tolerance.absolute}"
+            )

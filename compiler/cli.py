@@ -1,0 +1,68 @@
+"""`forerun compile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from forerun.errors import MissingDependencyError
+
+ENGINES = ["ort", "tensorrt-rtx", "tensorrt"]
+PRECISIONS = ["int8", "fp32", "fp16"]
+
+
+@click.command("compile")
+@click.argument("target")
+@click.option("--drafter", default="ngram", show_default=True, help="Name or folder; plain: none.")
+@click.option("--engine", type=click.Choice(ENGINES), default="ort", show_default=True)
+@click.option("--device", default="sm_89", show_default=True, help="GPU that TensorRT builds for.")
+@click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help="Default: int8 for ort, fp16 for TensorRT.",
+)
+@click.option("--capacity", type=click.IntRange(64), default=2048, show_default=True)
+@click.option("--chunk", type=click.IntRange(8), default=256, show_default=True)
+@click.option(
+    "--tree", "trees", type=click.IntRange(1), multiple=True, help="Nodes; may be repeated."
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+def compile_command(
+    target: str,
+    drafter: str,
+    engine: str,
+    device: str,
+    precision: str | None,
+    capacity: int,
+    chunk: int,
+    trees: tuple[int, ...],
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Compile TARGET (smollm2, a Hugging Face folder, a .gguf file) and a drafter into a bundle."""
+    try:
+        from forerun.compiler.options import CompileOptions
+        from forerun.compiler.pipeline import compile_bundle
+    except ImportError as error:
+        raise MissingDependencyError(error.name or "torch", "compile", "compiling") from error
+
+    options = CompileOptions(
+        target=target,
+        output=output,
+        drafter=drafter,
+        engine=engine,
+        device=device,
+        precision=precision,
+        capacity=capacity,
+        chunk=chunk,
+        trees=trees,
+    )
+    compiled = compile_bundle(options, lambda line: click.echo(f"forerun: {line}", err=True))
+    if as_json:
+        click.echo(compiled.manifest.to_json(), nl=False)
+    else:
+        what = "is up to date" if compiled.reused else "written"
+        size = sum(facts.bytes for facts in compiled.manifest.files.values()) / 1e6
+        click.echo(f"{output} {what}: {size:.0f} MB")

@@ -1,0 +1,75 @@
+"""The step run eagerly in torch, a call at a time: the reference for whatever is exported from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from forerun.models.step import Step, StepInputs, StepOutputs
+from forerun.models.target import Caches
+from forerun.runtime.tree import Tree
+
+
+class EagerStep:
+    """One greedy row (B = 1) of `step`, with `slots` cache slots; keeps the state between calls."""
+
+    def __init__(self, step: Step, slots: int, limit: int = 1 << 30) -> None:
+        self.step = step
+        self.caches = step.target.empty_caches(1, slots)
+        sizes = {"batch": 1, "slots": slots}
+        self.states = [
+            torch.zeros([sizes.get(str(axis), axis) for axis in spec.shape], dtype=spec.dtype)
+            for spec in step.drafter.states()
+        ]
+        self.slots, self.limit = slots, limit
+
+    def prefill_inputs(self, tokens: Sequence[int], verify: Sequence[int], next_tree: Tree) -> StepInputs:
+        """A prefill of `tokens` into empty caches, of which the nodes `verify` are verified."""
+        count = len(tokens)
+        return StepInputs(
+            tokens=torch.tensor([list(tokens)]),
+            length=torch.zeros(1, dtype=torch.int64),
+            pending_count=torch.zeros(1, dtype=torch.int64),
+            pending=self._no_pending(),
+            depth=torch.arange(count)[None],
+            ancestors=torch.ones(1, count, count, dtype=torch.bool).tril(),
+            verify=torch.tensor(list(verify)),
+            parents=torch.tensor([[max(0, i - 1) for i in range(len(verify))]]),
+            slots=torch.tensor(next_tree.slots),
+            drafting=torch.tensor(next_tree.nodes > 1),
+            uniforms=torch.zeros(1, self.slots),
+            temperature=torch.zeros(1),
+            top_k=torch.zeros(1, dtype=torch.int64),
+            top_p=torch.ones(1),
+            limit=torch.full((1,), self.limit),
+        )
+
+    def step_inputs(self, before: StepInputs, outputs: StepOutputs, tree: Tree) -> StepInputs:
+        """The step that follows `outputs`: verifies the `tree` that was drafted, drafts the same."""
+        return replace(
+            before,
+            tokens=outputs.next_tokens,
+            length=outputs.next_length,
+            pending_count=outputs.count,
+            pending=outputs.next_pending,
+            depth=torch.from_numpy(tree.depths)[None],
+            ancestors=torch.from_numpy(tree.ancestors)[None],
+            verify=torch.arange(tree.nodes),
+            parents=torch.tensor([tree.parents]).clamp(min=0),
+            slots=torch.tensor(tree.slots),
+            drafting=torch.tensor(tree.nodes > 1),
+        )
+
+    @torch.no_grad()
+    def run(self, inputs: StepInputs) -> tuple[StepOutputs, Caches, list[Tensor]]:
+        """One call; the state moves on."""
+        outputs, self.caches, self.states = self.step(inputs, self.caches, self.states)
+        return outputs, self.caches, self.states
+
+    def _no_pending(self) -> Tensor:
+        config = self.step.target.config
+        shape = (config.num_layers, 2, 1, config.num_kv_heads, 0, config.head_dim)
+        return self.step.target.cos.new_zeros(shape)

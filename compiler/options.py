@@ -1,0 +1,115 @@
+"""What to compile, and the hash that says whether it was compiled already."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from forerun import __version__
+from forerun.errors import ForerunError
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.drafters import DrafterSource
+from forerun.runtime.manifest import CONTRACT
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """What an engine asks of the graph it is built from."""
+
+    precisions: tuple[str, ...]
+    """The first one is the default."""
+    attention: str
+    static_slots: bool
+    package: str
+
+
+ENGINE_KINDS: dict[str, EngineKind] = {
+    "ort": EngineKind(("int8", "fp32"), "grouped", False, "onnxruntime"),
+    "tensorrt-rtx": EngineKind(("fp16", "fp32"), "fused", True, "tensorrt-rtx"),
+    "tensorrt": EngineKind(("fp16", "fp32"), "fused", True, "tensorrt"),
+}
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """One compilation. `precision` and `trees` may be left to their defaults (None, empty)."""
+
+    target: str
+    output: Path
+    drafter: str = "ngram"
+    engine: str = "ort"
+    device: str = "sm_89"
+    precision: str | None = None
+    capacity: int = 2048
+    chunk: int = 256
+    trees: tuple[int, ...] = ()
+    """Numbers of nodes to build steps for; 1 (plain) is always built."""
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINE_KINDS:
+            raise ForerunError(f"engine {self.engine!r}: choose one of {', '.join(ENGINE_KINDS)}")
+        offered = self.kind.precisions
+        if self.precision is not None and self.precision not in offered:
+            raise ForerunError(
+                f"precision {self.precision!r} with engine {self.engine}: "
+                f"choose one of {', '.join(offered)}"
+            )
+        if self.capacity < 2 * self.chunk:
+            raise ForerunError(
+                f"capacity {self.capacity} does not hold two prefill chunks of {self.chunk} tokens: "
+                "raise --capacity"
+            )
+        if any(nodes < 1 or nodes > self.chunk for nodes in self.trees):
+            raise ForerunError(f"a tree has 1 to {self.chunk} nodes: --tree {max(self.trees)}")
+
+    @property
+    def kind(self) -> EngineKind:
+        """The engine's facts."""
+        return ENGINE_KINDS[self.engine]
+
+    @property
+    def real_precision(self) -> str:
+        """The precision, chosen or by default."""
+        return self.precision or self.kind.precisions[0]
+
+
+def versions(options: CompileOptions) -> dict[str, str]:
+    """The packages that decide what an engine looks like, and their versions."""
+    found = {}
+    for package in ("torch", "onnx", "onnxscript", options.kind.package):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def recipe(options: CompileOptions, checkpoint: Checkpoint, drafter: DrafterSource) -> str:
+    """SHA-256 over everything that goes into a bundle: same recipe, same bundle."""
+    facts = asdict(options) | {
+        "output": None,
+        "target": checkpoint.digest,
+        "drafter": [drafter.kind, drafter.digest],
+        "precision": options.real_precision,
+        "device": options.device if options.kind.static_slots else None,
+        "contract": CONTRACT,
+        "forerun": __version__,
+        "code": code_digest(),
+        "versions": versions(options),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def code_digest() -> str:
+    """SHA-256 over the sources that shape a graph, so that a development change recompiles."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parent
+    models = Path(importlib.import_module("forerun.models").__file__ or "").parent
+    for folder in (models, package):
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,244 @@
+"""Target and drafter -> bundle: the compile command's stages, one after the other."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from forerun import __version__
+from forerun.compiler.certificate import write_golden, write_reference
+from forerun.compiler.check import check_onnx
+from forerun.compiler.export import Signature, export_step
+from forerun.compiler.options import CompileOptions, recipe, versions
+from forerun.compiler.precision import PRECISIONS
+from forerun.errors import ForerunError
+from forerun.models.checkpoint import Checkpoint, load_checkpoint
+from forerun.models.drafter import Drafter
+from forerun.models.drafters import DrafterSource, find_drafter, load_drafter
+from forerun.models.step import Step
+from forerun.runtime.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, load_bundle, write_manifest
+from forerun.runtime.chat import encode_prompt
+from forerun.runtime.manifest import CONTRACT, DrafterFacts, EngineFacts, Manifest, TargetFacts
+from forerun.runtime.prompts import read_prompts
+from forerun.runtime.tree import Tree
+
+ONNX_FILE = "model.onnx"
+ENGINE_FILE = "model.engine"
+PROMPTS_FILE = "prompts.jsonl"
+DEFAULT_NODES = 8
+"""Tree size where none is asked for: about where verify(n) stops being flat on two CPU cores."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What `compile_bundle` did."""
+
+    path: Path
+    manifest: Manifest
+    reused: bool
+
+
+def compile_bundle(options: CompileOptions, say: Say = lambda line: None) -> Compiled:
+    """Compile `options` into a bundle folder, or keep the one there if its recipe is the same.
+
+    Everything is written beside `options.output` and renamed at the end: an interruption leaves
+    the old bundle, or none. Raises ForerunError for bad input and failed checks.
+    """
+    _check_destination(options.output)
+    say(f"reading {options.target}")
+    checkpoint = load_checkpoint(options.target)
+    source = find_drafter(options.drafter)
+    digest = recipe(options, checkpoint, source)
+    known = _up_to_date(options.output, digest)
+    if known is not None:
+        return Compiled(options.output, known, reused=True)
+    with _staging(options.output) as folder:
+        manifest = _build(options, checkpoint, source, digest, folder, say)
+        _replace(folder, options.output)
+    return Compiled(options.output, manifest, reused=False)
+
+
+def _build(
+    options: CompileOptions,
+    checkpoint: Checkpoint,
+    source: DrafterSource,
+    digest: str,
+    folder: Path,
+    say: Say,
+) -> Manifest:
+    """All stages, into `folder`."""
+    kind, precision = options.kind, options.real_precision
+    drafter = load_drafter(source, checkpoint)
+    trees = _trees(options, drafter)
+    say(f"building the {precision} step with drafter {source.name}")
+    step = PRECISIONS[precision](checkpoint, drafter, options.capacity, kind.attention)
+    manifest = _manifest(options, checkpoint, source, step, trees, digest)
+    default = trees[manifest.default_tree]
+    bundle = Bundle(folder, manifest, checkpoint.tokenizer, checkpoint.chat_template)
+    _write_texts(bundle)
+    prompts = read_prompts(folder / PROMPTS_FILE)
+    ids = encode_prompt(bundle, prompts[0].content)
+
+    say("exporting to ONNX")
+    fixed = {"slots": options.capacity} if kind.static_slots else None
+    facts = export_step(step, folder / ONNX_FILE, fixed)
+    say("checking the ONNX file against torch")
+    worst = check_onnx(step, facts, folder / ONNX_FILE, ids, default, precision)
+    say(f"tokens equal; largest logit difference {worst:.2g}")
+    write_golden(step, ids, folder)
+    if kind.static_slots:
+        say(f"building the {options.engine} engine for {options.device}")
+        _build_tensorrt(options, facts, manifest, folder)
+    written = write_manifest(folder, manifest)
+    if precision == "int8":
+        say("answering the verification prompts, and scoring the answers in float32")
+        write_reference(checkpoint, load_bundle(folder), prompts, folder)
+        written = write_manifest(folder, manifest)
+    return written
+
+
+def _trees(options: CompileOptions, drafter: Drafter) -> dict[str, Tree]:
+    """The trees asked for, as the drafter likes them, and the plain one."""
+    if drafter.candidates == 0:
+        return {"1": Tree.chain(1)}
+    sizes = sorted({1, *(options.trees or (DEFAULT_NODES,))})
+    trees = {str(nodes): drafter.tree(nodes) for nodes in sizes}
+    for nodes, tree in trees.items():
+        if tree.depth > drafter.max_depth():
+            raise ForerunError(
+                f"--tree {nodes}: the {drafter.kind} drafter drafts {drafter.max_depth()} tokens "
+                f"deep, this tree is {tree.depth} deep: ask for at most {drafter.max_depth() + 1}"
+            )
+    return trees
+
+
+def _manifest(
+    options: CompileOptions,
+    checkpoint: Checkpoint,
+    source: DrafterSource,
+    step: Step,
+    trees: dict[str, Tree],
+    digest: str,
+) -> Manifest:
+    config = checkpoint.config
+    last = str((options.trees or (DEFAULT_NODES,))[-1])
+    return Manifest(
+        contract=CONTRACT,
+        forerun=__version__,
+        target=TargetFacts(
+            name=checkpoint.name,
+            architecture=config.architecture,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_positions=config.max_positions,
+            stop_ids=checkpoint.stop_ids,
+            bos_token=checkpoint.bos_token,
+            eos_token=checkpoint.eos_token,
+            add_bos=checkpoint.add_bos,
+        ),
+        drafter=DrafterFacts(source.kind, source.name, step.drafter.options()),
+        engine=EngineFacts(
+            kind=options.engine,
+            file=ENGINE_FILE if options.kind.static_slots else ONNX_FILE,
+            device=options.device if options.kind.static_slots else None,
+            versions=versions(options),
+        ),
+        precision=options.real_precision,
+        capacity=options.capacity,
+        pending=step.pending,
+        chunk=options.chunk,
+        trees=trees,
+        default_tree=last if last in trees else "1",
+        recipe=digest,
+    )
+
+
+def _write_texts(bundle: Bundle) -> None:
+    """Tokenizer, chat template and the verification prompts that ship with forerun."""
+    bundle.tokenizer.save(str(bundle.path / TOKENIZER))
+    if bundle.chat_template is not None:
+        (bundle.path / CHAT_TEMPLATE).write_text(bundle.chat_template, encoding="utf-8")
+    prompts = resources.files("forerun.compiler").joinpath("verification_prompts.jsonl")
+    (bundle.path / PROMPTS_FILE).write_bytes(prompts.read_bytes())
+
+
+def _build_tensorrt(
+    options: CompileOptions, facts: Signature, manifest: Manifest, folder: Path
+) -> None:
+    from forerun.compiler.engine_tensorrt import build_engine
+
+    def sizes(nodes: int, verified: int, pending: int) -> dict[str, int]:
+        return {
+            "batch": 1,
+            "nodes": nodes,
+            "verified": verified,
+            "next_nodes": verified,
+            "pending_in": pending,
+            "slots": options.capacity,
+            "uniform_positions": options.capacity,
+        }
+
+    steps = [sizes(int(nodes), int(nodes), manifest.pending) for nodes in manifest.trees]
+    prefill = sizes(options.chunk, 1, 0) | {"next_nodes": int(manifest.default_tree)}
+    build_engine(
+        folder / ONNX_FILE,
+        folder / ENGINE_FILE,
+        facts,
+        [prefill, *steps],
+        options.engine,
+        options.device,
+    )
+
+
+def _up_to_date(output: Path, digest: str) -> Manifest | None:
+    """The manifest of a whole bundle at `output` that has this recipe."""
+    try:
+        manifest = load_bundle(output).manifest
+    except ForerunError:
+        return None
+    return manifest if manifest.recipe == digest else None
+
+
+def _check_destination(output: Path) -> None:
+    """Never overwrite what is not a bundle."""
+    if not output.exists() and not output.is_symlink():
+        return
+    if not output.is_dir() or (any(output.iterdir()) and not (output / "manifest.json").exists()):
+        raise ForerunError(f"{output} exists and is no bundle: choose another -o, or remove it")
+
+
+@contextmanager
+def _staging(output: Path) -> Iterator[Path]:
+    """A temporary folder beside `output`, gone afterwards whatever happens."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    except OSError as error:
+        raise ForerunError(f"{output.parent}: can't write there: {error.strerror}") from None
+    try:
+        folder.chmod(0o755)
+        yield folder
+    except OSError as error:
+        raise ForerunError(f"{folder}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replace(folder: Path, output: Path) -> None:
+    """Put the finished `folder` in the place of `output`; the old bundle goes only then."""
+    if not output.exists():
+        folder.rename(output)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
+    output.rename(old / "bundle")
+    folder.rename(output)
+    shutil.rmtree(old, ignore_errors=True)

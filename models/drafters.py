@@ -1,0 +1,108 @@
+"""The drafters that exist, by kind and by name. A new one is a module and a line of `DRAFTERS`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from forerun.errors import ForerunError
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.drafter import Drafter
+from forerun.models.ngram import NGram
+
+
+@dataclass(frozen=True)
+class DrafterSource:
+    """A drafter that was named and found, not yet read."""
+
+    name: str
+    kind: str
+    folder: Path | None
+    digest: str
+    """Hash of all that defines it."""
+
+
+def _plain(folder: Path | None, checkpoint: Checkpoint) -> Drafter:
+    return Drafter()
+
+
+def _ngram(folder: Path | None, checkpoint: Checkpoint) -> Drafter:
+    return NGram()
+
+
+def _medusa(folder: Path | None, checkpoint: Checkpoint) -> Drafter:
+    assert folder is not None
+    from forerun.models.medusa_folder import load_medusa
+
+    return load_medusa(folder, checkpoint.config.hidden_size, vocabulary_matrix(checkpoint))
+
+
+DRAFTERS: dict[str, Callable[[Path | None, Checkpoint], Drafter]] = {
+    "plain": _plain,
+    "ngram": _ngram,
+    "medusa": _medusa,
+}
+FOLDERLESS = ("plain", "ngram")
+
+
+def find_drafter(name: str) -> DrafterSource:
+    """`plain`, `ngram`, a drafter folder, or the name of a shipped drafter."""
+    if name in FOLDERLESS:
+        return DrafterSource(name, name, None, name)
+    shipped = Path(str(resources.files("forerun.models"))) / "shipped"
+    folder = Path(name) if (Path(name) / "config.json").is_file() else shipped / name
+    if Path(name).name != name and folder == shipped / name:
+        raise ForerunError(f"drafter {name}: not a folder with a config.json")
+    if not (folder / "config.json").is_file():
+        known = [*FOLDERLESS, *sorted(path.name for path in shipped.glob("*") if path.is_dir())]
+        raise ForerunError(
+            f"drafter {name!r}: neither a folder with a config.json nor one of {', '.join(known)}"
+        )
+    kind = _kind(folder)
+    if kind not in DRAFTERS:
+        raise ForerunError(
+            f"{folder / 'config.json'}: unknown drafter kind {kind!r}: "
+            f"this version knows {', '.join(DRAFTERS)}"
+        )
+    return DrafterSource(folder.name, kind, folder, _digest(folder))
+
+
+def load_drafter(source: DrafterSource, checkpoint: Checkpoint) -> Drafter:
+    """The drafter as a module, its weights in float32 and in the checkpoint's own basis."""
+    return DRAFTERS[source.kind](source.folder, checkpoint)
+
+
+def vocabulary_matrix(checkpoint: Checkpoint) -> Tensor:
+    """The target's vocabulary layer `[V, H]`, tied or not."""
+    weights = checkpoint.weights
+    return weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+
+
+def _kind(folder: Path) -> str:
+    path = folder / "config.json"
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ForerunError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ForerunError(f"{path}: not a JSON object")
+    kind = config.get("kind")
+    # Published Medusa folders name no kind, but their number of heads.
+    return str(kind or ("medusa" if "medusa_num_heads" in config else "unknown"))
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            with path.open("rb") as file:
+                digest.update(path.name.encode())
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
