@@ -12,7 +12,10 @@ from pathlib import Path
 
 import click
 
-from forerun.training import chat_words as words
+from forerun.training.chat_texts import TEXTS
+from forerun.training.chat_words import LISTS
+
+WORDS = LISTS | TEXTS
 
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "writing": (
@@ -196,7 +199,7 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "Hi! Can you tell me something about {thing}?",
     ),
 }
-"""Prompt templates by category; braces name a list of `chat_words`, a digit another item of it."""
+"""Prompt templates by category; braces name a list of `WORDS`, a digit another item of it."""
 
 
 def chat_prompts(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
@@ -219,7 +222,7 @@ def chat_prompts(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
 
 def _fill(template: str, draw: random.Random) -> str:
     values: dict[str, str | int] = {}
-    for kind, choices in words.LISTS.items():
+    for kind, choices in WORDS.items():
         for suffix, choice in zip(("", "2", "3"), draw.sample(choices, 3), strict=True):
             values[kind + suffix] = choice
     values |= {"a": draw.randint(40, 400), "b": draw.randint(12, 39), "c": draw.randint(2, 9)}

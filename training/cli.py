@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -56,3 +57,34 @@ def synthesize_command(
     added = synthesize(load_checkpoint(target), read_prompts(prompts, limit), output, config, batch)
     seconds = time.monotonic() - start
     click.echo(f"{output}: {added} answer tokens in {seconds:.0f} s ({added / seconds:.0f}/s)")
+
+
+@click.command("train")
+@click.argument("kind", type=click.Choice(["medusa"]))
+@click.argument("target")
+@click.option("--data", type=PATH, required=True, multiple=True, help="Data folder; repeatable.")
+@click.option("-o", "--output", type=PATH, required=True, help="Folder of the drafter.")
+@click.option("--heads", type=click.IntRange(1, 16), default=4, show_default=True)
+@click.option("--layers", type=click.IntRange(1, 8), default=1, show_default=True)
+@click.option("--epochs", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--batch", type=click.IntRange(1), default=2048, show_default=True)
+@click.option("--rate", type=click.FloatRange(0, min_open=True), default=1e-3, show_default=True)
+@click.option("--draft-vocabulary", type=click.IntRange(16), default=16384, show_default=True)
+@click.option("--loss-vocabulary", type=click.IntRange(16), default=8192, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+def train_command(
+    kind: str, target: str, data: tuple[Path, ...], output: Path, **given: Any
+) -> None:
+    """Trains a drafter of KIND for TARGET on its own answers, and measures it on held-out ones.
+
+    A killed run goes on from its last checkpoint.
+    """
+    from forerun.models.checkpoint import load_checkpoint
+    from forerun.training.data import read_data
+    from forerun.training.medusa import MedusaTraining, train_medusa
+
+    checkpoint = load_checkpoint(target)
+    answers = read_data(data, checkpoint.config.vocab_size)
+    click.echo(f"{len(answers.train.tokens)} tokens to train on")
+    train_medusa(checkpoint, answers, output, MedusaTraining(**given), click.echo)
+    click.echo(f"{output}: done")

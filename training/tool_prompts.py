@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from forerun.errors import MissingDependencyError
-from forerun.training.chat_words import LISTS
+from forerun.training.chat_prompts import WORDS
 from forerun.training.tool_words import EXAMPLES, QUESTIONS
 
 HELD_OUT = ("live_simple", "multiple")
@@ -134,7 +134,7 @@ def own_calls(count: int, seed: int, forbidden: Iterable[str]) -> Iterator[Call]
     seen: set[str] = set()
     while len(seen) < count:
         signature, template = draw.choice(templates)
-        values: dict[str, str | int] = {kind: draw.choice(words) for kind, words in LISTS.items()}
+        values: dict[str, str | int] = {kind: draw.choice(words) for kind, words in WORDS.items()}
         values |= {"a": draw.randint(2, 90), "b": draw.randint(2, 30), "c": draw.randint(100, 999)}
         question = template.format(**values)
         if question not in seen:
