@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import onnxscript
+import onnx_ir as ir
 import torch
 from onnx_ir.tape import Tape
 from onnxscript.values import Opset
@@ -67,14 +67,14 @@ def _tensor_scatter(cache: Any, rows: Any, index: Any) -> Any:
 
 def _quantize_rows(x: Any, scale: Any) -> Any:
     zero = op.Expand(
-        op.Constant(value=onnxscript.ir.tensor([ACTIVATION_ZERO], onnxscript.ir.DataType.UINT8)),
+        op.Constant(value=ir.tensor([ACTIVATION_ZERO], ir.DataType.UINT8)),
         op.Shape(scale),
     )
     return op.QuantizeLinear(x, scale, zero, axis=0)
 
 
 def _matmul_integer(rows: Any, weight: Any) -> Any:
-    zero = op.Constant(value=onnxscript.ir.tensor(ACTIVATION_ZERO, onnxscript.ir.DataType.UINT8))
+    zero = op.Constant(value=ir.tensor(ACTIVATION_ZERO, ir.DataType.UINT8))
     return op.MatMulInteger(rows, weight, zero)
 
 
@@ -83,23 +83,32 @@ def _matmul_transposed(rows: Any, weight: Any) -> Any:
 
 
 def _threshold(values: Any, measure: Any, wanted: Any) -> Any:
-    """Bisection as a Scan over the step widths: TensorRT's build time is exponential in its length
-    when it is unrolled (measured: 2 x 9 halvings 1.5 s, 2 x 14 13 s, 2 x 30 more than 8 minutes)."""
+    """Bisection as a Loop that carries the lower end.
+
+    Not unrolled, because TensorRT-RTX's build time is exponential in the length of such a chain,
+    and not a Scan, because that fails to build where T = 1 (both measured with 1.7.1).
+    """
     zero, axis = op.Constant(value_float=0.0), op.Constant(value_ints=[-1])
     lowest = op.Expand(op.Constant(value_float=-SPAN), op.Shape(wanted))
-    widths = [SPAN / 2**halving for halving in range(1, HALVINGS + 1)]
-    body = Tape()
-    low, width = (
-        onnxscript.ir.val(f"{wanted.name}_{name}", onnxscript.ir.DataType.FLOAT, shape)
-        for name, shape in (("low", wanted.shape), ("width", []))
+    widths = op.Constant(value_floats=[SPAN / 2**halving for halving in range(1, HALVINGS + 1)])
+    turn, going, low = (
+        ir.val(f"{wanted.name}_{name}", dtype, shape)
+        for name, dtype, shape in (
+            ("turn", ir.DataType.INT64, []),
+            ("going", ir.DataType.BOOL, []),
+            ("low", ir.DataType.FLOAT, wanted.shape),
+        )
     )
-    middle = body.op("Add", [low, width])
+    body = Tape()
+    middle = body.op("Add", [low, body.op("Gather", [widths, turn])])
     upper = body.op("Where", [body.op("GreaterOrEqual", [values, middle]), measure, zero])
     kept = body.op("ReduceSum", [upper, axis], {"keepdims": 1})
     enough = body.op("GreaterOrEqual", [kept, wanted])
-    higher = body.op("Where", [enough, middle, low])
-    graph = onnxscript.ir.Graph([low, width], [higher], nodes=body.nodes, name="bisection")
-    found = op.Scan(lowest, op.Constant(value_floats=widths), body=graph, num_scan_inputs=1)
+    results = [body.op("Identity", [going]), body.op("Where", [enough, middle, low])]
+    graph = ir.Graph([turn, going, low], results, nodes=body.nodes, name="bisection")
+    # By keyword: torch 2.13 counts M and cond among v_initial where they come by position.
+    turns, always = op.Constant(value_int=HALVINGS), op.Constant(value=ir.tensor(True))
+    found = op.Loop(M=turns, cond=always, v_initial=(lowest,), body=graph)
     return op.Where(op.Greater(wanted, zero), found, op.Constant(value_float=float("-inf")))
 
 
@@ -188,6 +197,39 @@ def trace_inputs(facts: Signature) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
+def branches_as_loops(graph: ir.Graph) -> None:
+    """Replace every `If` that holds a loop by a `Loop` of no or one turn around its then-branch.
+
+    TensorRT-RTX 1.7.1 fails on a loop inside a conditional (internal error) and builds a loop
+    inside a loop. The else-branch moves in front and runs always, so it must be cheap.
+    """
+    for node in list(graph):
+        if node.op_type != "If":
+            continue
+        taken, otherwise = (node.attributes[f"{k}_branch"].as_graph() for k in ("then", "else"))
+        if not any(inner.op_type in ("Loop", "Scan") for inner in taken):
+            continue
+        starts = list(otherwise.outputs)
+        moved = list(otherwise)
+        otherwise.remove(moved)
+        turn, going = (
+            ir.val(f"{node.name}_{name}", dtype, [])
+            for name, dtype in (("turn", ir.DataType.INT64), ("going", ir.DataType.BOOL))
+        )
+        unused = (ir.val(f"{start.name}_in", start.dtype, start.shape) for start in starts)
+        taken.inputs.extend([turn, going, *unused])
+        again = ir.val(f"{node.name}_again", ir.DataType.BOOL, [])
+        # A turn runs only while `going`, so its negation ends the loop.
+        taken.append(ir.node("Not", [going], outputs=[again]))
+        taken.outputs.insert(0, again)
+        loop = ir.node(
+            "Loop", [None, node.inputs[0], *starts], {"body": taken}, num_outputs=len(starts)
+        )
+        ir.convenience.replace_nodes_and_values(
+            graph, node, [node], [*moved, loop], node.outputs, loop.outputs
+        )
+
+
 def export_step(step: Step, path: Path, fixed: Mapping[str, int] | None = None) -> Signature:
     """Write the step to `path` (`.onnx`), weights beside it in `path` + `.data`.
 
@@ -212,5 +254,6 @@ def export_step(step: Step, path: Path, fixed: Mapping[str, int] | None = None) 
         verbose=False,
     )
     assert onnx_program is not None
+    branches_as_loops(onnx_program.model.graph)
     onnx_program.save(str(path), external_data=True)
     return facts

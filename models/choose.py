@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.models.branch import branch
 from forerun.models.ops import threshold
 
+
 @dataclass(frozen=True)
 class Sampling:
     """Each row's sampling parameters."""
@@ -25,27 +26,30 @@ class Sampling:
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """Arg-max at temperature 0, else inverse-CDF sampling: `[B, R, V]`, uniforms `[B, R]` -> `[B, R]`.
+    """Arg-max at temperature 0, else inverse-CDF sampling; uniforms are `[B, R]`.
 
-    A greedy call doesn't pay for sampling: the two are branches of one `If`.
+    `[B, R, V]` -> `[B, R]`. A greedy call doesn't pay for sampling: that is a branch not taken.
     """
     logits = logits.to(torch.float32)
-    tensors = (logits, sampling.temperature, sampling.top_k, sampling.top_p, uniform)
+    greedy = logits.argmax(-1)
+    tensors = (greedy, logits, sampling.temperature, sampling.top_k, sampling.top_p, uniform)
     return branch(sampling.temperature.amax(0) > 0, _mixed, _greedy, tensors)
 
 
-def _greedy(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
-) -> Tensor:
-    return logits.argmax(-1)
+def _greedy(greedy: Tensor, *_: Tensor) -> Tensor:
+    return greedy.clone()  # torch.cond refuses an operand itself
 
 
 def _mixed(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
+    greedy: Tensor,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    uniform: Tensor,
 ) -> Tensor:
     weights = warp(logits, Sampling(temperature, top_k, top_p))
-    sampled = inverse_cdf(weights, uniform)
-    return torch.where(temperature[:, None] > 0, sampled, logits.argmax(-1))
+    return torch.where(temperature[:, None] > 0, inverse_cdf(weights, uniform), greedy)
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -55,7 +59,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     scaled = scaled - scaled.amax(-1, keepdim=True)
     weights = torch.exp(scaled)  # unnormalised: the maximum weighs 1
     ones = torch.ones_like(weights)
-    top_k = sampling.top_k[:, None, None].to(weights.dtype)
+    top_k = sampling.top_k[:, None, None].to(weights.dtype).expand(-1, weights.shape[1], 1)
     weights = torch.where(scaled >= threshold(scaled, ones, top_k), weights, 0.0)
     wanted = sampling.top_p[:, None, None] * weights.sum(-1, keepdim=True)
     wanted = torch.where(sampling.top_p[:, None, None] < 1, wanted, 0.0)

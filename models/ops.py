@@ -1,7 +1,8 @@
 """The few operations that torch lacks and ONNX has, each with the eager meaning that defines it.
 
 `forerun.compiler.export` translates them one to one: `tensor_scatter` to TensorScatter (opset 24),
-`quantize_rows` to QuantizeLinear, `matmul_integer` to MatMulInteger, `matmul_transposed` to Gemm, `threshold` to its unrolled loop.
+`quantize_rows` to QuantizeLinear, `matmul_integer` to MatMulInteger, `matmul_transposed` to Gemm,
+`threshold` to a Loop.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 ACTIVATION_ZERO = 128
-"""Zero point of quantised activations: symmetric int8 stored as uint8, which ORT multiplies best."""
+"""Zero point of quantised activations: symmetric int8 as uint8, which ORT multiplies best."""
 
 
 @torch.library.custom_op("forerun::tensor_scatter", mutates_args=())
@@ -59,7 +60,7 @@ def _(rows: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("forerun::matmul_transposed", mutates_args=())
 def matmul_transposed(rows: Tensor, weight: Tensor) -> Tensor:
-    """`rows` `[n, K]` times the transpose of `weight` `[N, K]`: a tied head without a second copy."""
+    """`rows` `[n, K]` times the transpose of `weight` `[N, K]`: a tied head, held once."""
     return rows @ weight.T
 
 
@@ -71,7 +72,7 @@ def _(rows: Tensor, weight: Tensor) -> Tensor:
 SPAN = 104.0
 """exp(-104) is zero in float32: what lies further below the maximum has no probability at all."""
 HALVINGS = 30
-"""Bisection steps; values closer than `SPAN / 2**HALVINGS` (1e-7) to a threshold are tied with it."""
+"""Bisection steps; values within `SPAN / 2**HALVINGS` (1e-7) of a threshold are tied with it."""
 
 
 @torch.library.custom_op("forerun::threshold", mutates_args=())
@@ -82,12 +83,10 @@ def threshold(values: Tensor, measure: Tensor, wanted: Tensor) -> Tensor:
     bisection, whose lower end always keeps enough.
     """
     low = torch.full_like(wanted, -SPAN)
-    high = torch.full_like(wanted, SPAN / 2**HALVINGS)
-    for _ in range(HALVINGS):
-        middle = (low + high) * 0.5
+    for halving in range(1, HALVINGS + 1):
+        middle = low + SPAN / 2**halving
         kept = torch.where(values >= middle, measure, 0.0).sum(-1, keepdim=True)
-        enough = kept >= wanted
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+        low = torch.where(kept >= wanted, middle, low)
     return torch.where(wanted > 0, low, float("-inf"))
 
 

@@ -1,0 +1,172 @@
+"""ONNX step -> TensorRT engine, for TensorRT-RTX (no GPU needed to build) or full TensorRT.
+
+Each profile pins every symbol to one size, so that the builder specialises a plan for each: the
+step by its tree, the prefill by its chunk, plain decoding by T = 1. Cache slots are static.
+
+The `tensorrt` flavour takes the same path but has not been run: its package can't be installed on
+the machine that this was written on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from forerun.compiler.export import Signature
+from forerun.errors import ForerunError, MissingDependencyError
+
+DEVICES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
+"""Compute capabilities that TensorRT-RTX builds for (1.7.1); Hopper (sm_90) is not among them."""
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One of the TensorRT products."""
+
+    module: str
+    extra: str
+    title: str
+    cross_builds: bool
+    """Whether it builds for a named device; otherwise for the GPU that is present."""
+
+
+FLAVOURS: Mapping[str, Flavour] = {
+    "tensorrt-rtx": Flavour("tensorrt_rtx", "rtx", "TensorRT-RTX", cross_builds=True),
+    "tensorrt": Flavour("tensorrt", "trt", "TensorRT", cross_builds=False),
+}
+
+
+def build_engine(
+    onnx_path: Path,
+    out: Path,
+    signature: Signature,
+    profiles: Sequence[Mapping[str, int]],
+    flavour: str,
+    device: str = "sm_89",
+) -> dict[str, str]:
+    """Build the step in `onnx_path` (weights beside it) into the engine file `out`.
+
+    Each profile gives a size to every symbol of `signature` that was left open. Returns the versions
+    of what built it. Raises ForerunError in one line: unknown flavour or device, absent package,
+    a graph that doesn't parse, a failed build. `out` is only ever seen complete.
+    """
+    chosen = FLAVOURS.get(flavour)
+    if chosen is None:
+        raise ForerunError(f"engine {flavour!r}: unknown; offered: {', '.join(FLAVOURS)}")
+    if chosen.cross_builds and device not in DEVICES:
+        raise ForerunError(
+            f"device {device!r}: {chosen.title} can't build for it; offered: {', '.join(DEVICES)}"
+        )
+    if not profiles:
+        raise ForerunError("a TensorRT engine needs at least one profile")
+    trt = _load(chosen)
+    log = _collector(trt)
+    builder = _create(trt, log, chosen)
+    network = _parse(trt, log, builder, onnx_path)
+    config = builder.create_builder_config()
+    if chosen.cross_builds:
+        config.num_compute_capabilities = 1
+        capability = device.removeprefix("sm_")
+        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability}"), 0)
+    for sizes in profiles:
+        _add_profile(builder, config, network, signature, sizes)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise ForerunError(f"{onnx_path}: {chosen.title} can't build it: {_first(log.errors)}")
+    partial = out.with_name(out.name + ".partial")
+    try:
+        partial.write_bytes(plan)
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return {flavour: str(trt.__version__)}
+
+
+def _load(flavour: Flavour) -> ModuleType:
+    try:
+        return importlib.import_module(flavour.module)
+    except ImportError:
+        package = flavour.module.replace("_", "-")
+        purpose = f"Building for {flavour.title}"
+        raise MissingDependencyError(package, flavour.extra, purpose) from None
+
+
+def _collector(trt: Any) -> Any:
+    """A TensorRT logger that keeps errors and warnings instead of printing them."""
+
+    class Collector(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.errors: list[str] = []
+            self.warnings: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                self.errors.append(message)
+            elif severity == trt.ILogger.WARNING:
+                self.warnings.append(message)
+
+    return Collector()
+
+
+def _create(trt: Any, log: Any, flavour: Flavour) -> Any:
+    try:
+        return trt.Builder(log)
+    except (RuntimeError, TypeError):  # full TensorRT without a driver
+        raise ForerunError(
+            f"{flavour.title} can't start here: {_first(log.errors) or 'is there a GPU?'}"
+        ) from None
+
+
+def _parse(trt: Any, log: Any, builder: Any, path: Path) -> Any:
+    """The strongly typed network of an ONNX file, dtypes as they stand in the graph."""
+    # TensorRT-RTX 1.7 and TensorRT 11 know no other kind and have no flag for it.
+    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    network = builder.create_network(0 if flag is None else 1 << int(flag))
+    parser = trt.OnnxParser(network, log)
+    if not path.is_file():
+        raise ForerunError(f"{path}: no such ONNX file")
+    if not parser.parse_from_file(str(path)):
+        if not parser.num_errors:
+            raise ForerunError(f"{path}: TensorRT can't read it: {_first(log.errors)}")
+        error = parser.get_error(0)
+        where = (
+            f"node {error.node_name()!r} ({error.node_operator()}): " if error.node_name() else ""
+        )
+        raise ForerunError(f"{path}: TensorRT can't parse it: {where}{_line(error.desc())}")
+    # A network keeps views into its parser's weights.
+    network.forerun_parser = parser
+    return network
+
+
+def _add_profile(
+    builder: Any, config: Any, network: Any, signature: Signature, sizes: Mapping[str, int]
+) -> None:
+    """One profile with minimum = optimum = maximum, so that the plan is made for just these sizes."""
+    profile = builder.create_optimization_profile()
+    for index in range(network.num_inputs):
+        tensor = network.get_input(index)
+        axes, _ = signature.inputs[tensor.name]
+        missing = [axis for axis in axes if isinstance(axis, str) and axis not in sizes]
+        if missing:
+            raise ForerunError(f"profile {dict(sizes)}: gives no size to {missing[0]!r}")
+        if tensor.is_shape_tensor:
+            raise ForerunError(
+                f"input {tensor.name!r} became a shape: the step must not read it so"
+            )
+        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in axes]
+        profile.set_shape(tensor.name, shape, shape, shape)
+    if config.add_optimization_profile(profile) < 0:
+        raise ForerunError(f"profile {dict(sizes)}: TensorRT refuses it")
+
+
+def _first(messages: Sequence[str]) -> str:
+    return _line(messages[0]) if messages else ""
+
+
+def _line(message: str) -> str:
+    return " ".join(message.split())
