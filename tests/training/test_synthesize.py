@@ -94,7 +94,9 @@ def test_long_prompts_are_skipped(tiny_checkpoint: Checkpoint, tmp_path: Path) -
     synthesize(tiny_checkpoint, prompts(9), tmp_path, short)
     assert '"skipped": 6' in (tmp_path / "manifest.json").read_text()
     with pytest.raises(ForerunError, match="no prompt has at most 2 tokens"):
-        synthesize(tiny_checkpoint, prompts(3), tmp_path / "b", replace(CONFIG, max_prompt_tokens=2))
+        synthesize(
+            tiny_checkpoint, prompts(3), tmp_path / "b", replace(CONFIG, max_prompt_tokens=2)
+        )
 
 
 def test_split_is_deterministic_and_disjoint(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ def test_damaged_shard_is_named(tiny_checkpoint: Checkpoint, tmp_path: Path) -> 
     synthesize(tiny_checkpoint, prompts(5), tmp_path, CONFIG)
     path = tmp_path / "00001.safetensors"
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(ForerunError, match="00001.safetensors: damaged shard"):
+    with pytest.raises(ForerunError, match=r"00001\.safetensors: damaged shard"):
         read_data([tmp_path], 260)
     with pytest.raises(ForerunError, match="no data in it"):
         read_data([tmp_path / "nowhere"], 260)
