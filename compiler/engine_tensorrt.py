@@ -50,23 +50,29 @@ def build_engine(
 ) -> dict[str, str]:
     """Build the step in `onnx_path` (weights beside it) into the engine file `out`.
 
-    Each profile gives a size to every symbol of `signature` that was left open. Returns the versions
-    of what built it. Raises ForerunError in one line: unknown flavour or device, absent package,
-    a graph that doesn't parse, a failed build. `out` is only ever seen complete.
+    Each profile gives a size to every symbol of `signature` that was left open. Returns the
+    versions of what built it. `out` is only ever seen complete. Raises ForerunError in one line:
+    unknown flavour or device, absent package, a graph that doesn't parse, a failed build.
     """
     chosen = FLAVOURS.get(flavour)
     if chosen is None:
         raise ForerunError(f"engine {flavour!r}: unknown; offered: {', '.join(FLAVOURS)}")
+    trt = _load(chosen)
     if chosen.cross_builds and device not in DEVICES:
         raise ForerunError(
             f"device {device!r}: {chosen.title} can't build for it; offered: {', '.join(DEVICES)}"
         )
+    if not onnx_path.is_file():
+        raise ForerunError(f"{onnx_path}: no such ONNX file")
     if not profiles:
         raise ForerunError("a TensorRT engine needs at least one profile")
-    trt = _load(chosen)
     log = _collector(trt)
     builder = _create(trt, log, chosen)
-    network = _parse(trt, log, builder, onnx_path)
+    network = _network(trt, builder)
+    parser = trt.OnnxParser(network, log)  # kept: the network holds views into its weights
+    _parse(parser, log, onnx_path)
+    if not network.num_outputs:  # the parser takes some garbage for an empty graph
+        raise ForerunError(f"{onnx_path}: TensorRT can't parse it: it holds no ONNX graph")
     config = builder.create_builder_config()
     if chosen.cross_builds:
         config.num_compute_capabilities = 1
@@ -122,31 +128,28 @@ def _create(trt: Any, log: Any, flavour: Flavour) -> Any:
         ) from None
 
 
-def _parse(trt: Any, log: Any, builder: Any, path: Path) -> Any:
-    """The strongly typed network of an ONNX file, dtypes as they stand in the graph."""
-    # TensorRT-RTX 1.7 and TensorRT 11 know no other kind and have no flag for it.
+def _network(trt: Any, builder: Any) -> Any:
+    """An empty strongly typed network: dtypes stay as they stand in the graph."""
+    # TensorRT-RTX 1.7 knows no other kind and has no flag for it.
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    network = builder.create_network(0 if flag is None else 1 << int(flag))
-    parser = trt.OnnxParser(network, log)
-    if not path.is_file():
-        raise ForerunError(f"{path}: no such ONNX file")
-    if not parser.parse_from_file(str(path)):
-        if not parser.num_errors:
-            raise ForerunError(f"{path}: TensorRT can't read it: {_first(log.errors)}")
-        error = parser.get_error(0)
-        where = (
-            f"node {error.node_name()!r} ({error.node_operator()}): " if error.node_name() else ""
-        )
-        raise ForerunError(f"{path}: TensorRT can't parse it: {where}{_line(error.desc())}")
-    # A network keeps views into its parser's weights.
-    network.forerun_parser = parser
-    return network
+    return builder.create_network(0 if flag is None else 1 << int(flag))
+
+
+def _parse(parser: Any, log: Any, path: Path) -> None:
+    """Fill the parser's network; by path, so that it finds the weights beside the graph."""
+    if parser.parse_from_file(str(path)):
+        return
+    if not parser.num_errors:
+        raise ForerunError(f"{path}: TensorRT can't read it: {_first(log.errors)}")
+    error = parser.get_error(0)
+    where = f"node {error.node_name()!r} ({error.node_operator()})"
+    raise ForerunError(f"{path}: TensorRT can't parse it: {where}: {_line(error.desc())}")
 
 
 def _add_profile(
     builder: Any, config: Any, network: Any, signature: Signature, sizes: Mapping[str, int]
 ) -> None:
-    """One profile with minimum = optimum = maximum, so that the plan is made for just these sizes."""
+    """One profile with minimum = optimum = maximum: a plan for just these sizes."""
     profile = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
@@ -155,9 +158,7 @@ def _add_profile(
         if missing:
             raise ForerunError(f"profile {dict(sizes)}: gives no size to {missing[0]!r}")
         if tensor.is_shape_tensor:
-            raise ForerunError(
-                f"input {tensor.name!r} became a shape: the step must not read it so"
-            )
+            raise ForerunError(f"input {tensor.name!r}: a step may not read it as a shape")
         shape = [sizes[axis] if isinstance(axis, str) else axis for axis in axes]
         profile.set_shape(tensor.name, shape, shape, shape)
     if config.add_optimization_profile(profile) < 0:

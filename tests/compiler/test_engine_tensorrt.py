@@ -1,0 +1,157 @@
+"""Engines of a tiny step are built here; running one needs a GPU that the engine was made for.
+
+So nothing below deserialises: that the graph computes the right thing is tested on ONNX Runtime,
+which runs the same ONNX.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.compiler.engine_tensorrt import build_engine
+from forerun.compiler.export import Signature, export_step
+from forerun.errors import ForerunError, MissingDependencyError
+from forerun.models.config import RopeConfig, TargetConfig
+from forerun.models.drafter import Drafter
+from forerun.models.linear import Linear
+from forerun.models.medusa import Medusa, MedusaConfig
+from forerun.models.ngram import NGram
+from forerun.models.step import Step
+from forerun.models.target import Target
+
+SLOTS, HIDDEN, VOCAB, PENDING = 256, 64, 500, 5
+NOTHING = Signature({}, ())
+STEP = {
+    "batch": 1,
+    "nodes": 8,
+    "verified": 8,
+    "next_nodes": 8,
+    "pending_in": PENDING,
+    "uniform_positions": SLOTS,
+}
+PREFILL = STEP | {"nodes": 128, "verified": 1, "pending_in": 0}
+PLAIN = STEP | {"nodes": 1, "verified": 1, "next_nodes": 1}
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * 0.1
+
+
+def tiny_target() -> Target:
+    """Two layers with grouped-query attention."""
+    heads, kv_heads, dim, wide = 4, 2, 64, 96
+    rope = RopeConfig(10000.0, dim)
+    config = TargetConfig("llama", VOCAB, HIDDEN, wide, 2, heads, kv_heads, dim, 1e-5, SLOTS, rope)
+    weights = {
+        "model.embed_tokens.weight": random(VOCAB, HIDDEN),
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
+    for layer in range(2):
+        shapes = {
+            "self_attn.q_proj": (heads * dim, HIDDEN),
+            "self_attn.k_proj": (kv_heads * dim, HIDDEN),
+            "self_attn.v_proj": (kv_heads * dim, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, heads * dim),
+            "mlp.gate_proj": (wide, HIDDEN),
+            "mlp.up_proj": (wide, HIDDEN),
+            "mlp.down_proj": (HIDDEN, wide),
+        }
+        prefix = f"model.layers.{layer}."
+        weights |= {f"{prefix}{name}.weight": random(*shape) for name, shape in shapes.items()}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{prefix}{name}.weight"] = torch.ones(HIDDEN)
+    return Target(config, weights, SLOTS, attention="fused")
+
+
+def medusa() -> Medusa:
+    accuracy = ((0.5, 0.2, 0.1),) * 4
+    blocks = [[Linear(random(HIDDEN, HIDDEN), random(HIDDEN))] for _ in range(4)]
+    ids = torch.arange(0, VOCAB, 2)
+    head = Linear(random(HIDDEN, len(ids)))
+    return Medusa(MedusaConfig(4, 1, HIDDEN, 3, accuracy), blocks, [head], ids)
+
+
+DRAFTERS = {"plain": Drafter, "ngram": lambda: NGram(PENDING - 1), "medusa": medusa}
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_step_with_each_drafter_builds_in_half_precision(kind: str, tmp_path: Path) -> None:
+    trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    step = Step(tiny_target(), DRAFTERS[kind](), pending=PENDING).half()
+    facts = export_step(step, tmp_path / "step.onnx", {"slots": SLOTS})
+    out = tmp_path / "step.engine"
+    versions = build_engine(
+        tmp_path / "step.onnx", out, facts, [STEP, PREFILL, PLAIN], "tensorrt-rtx"
+    )
+    assert versions == {"tensorrt-rtx": trt.__version__}
+    assert out.stat().st_size > 0
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_absent_flavour_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, flavour, extra in (
+        ("tensorrt_rtx", "tensorrt-rtx", "rtx"),
+        ("tensorrt", "tensorrt", "trt"),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(MissingDependencyError, match=rf"pip install 'forerun\[{extra}\]'"):
+            build_engine(tmp_path / "a.onnx", tmp_path / "e", NOTHING, [STEP], flavour)
+
+
+def test_an_unknown_flavour_lists_those_offered(tmp_path: Path) -> None:
+    with pytest.raises(ForerunError, match=r"offered: tensorrt-rtx, tensorrt$"):
+        build_engine(tmp_path / "a.onnx", tmp_path / "e", NOTHING, [STEP], "tensort")
+
+
+def test_an_unknown_device_lists_those_offered(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    with pytest.raises(ForerunError, match=r"'sm_90'.*offered: sm_75, .*, sm_121$"):
+        build_engine(tmp_path / "a", tmp_path / "e", NOTHING, [STEP], "tensorrt-rtx", "sm_90")
+
+
+def test_a_broken_onnx_file_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    path = tmp_path / "broken.onnx"
+    with pytest.raises(ForerunError, match="no such ONNX file"):
+        build_engine(path, tmp_path / "e", NOTHING, [STEP], "tensorrt-rtx")
+    path.write_bytes(b"this is no protobuf")
+    with pytest.raises(ForerunError, match=r"broken\.onnx: TensorRT can't") as caught:
+        build_engine(path, tmp_path / "e", NOTHING, [STEP], "tensorrt-rtx")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "e").exists()
+
+
+def test_an_unsupported_operator_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    import onnx.parser
+
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 24]> g (float[2] x) => (float[2] y)'
+        "{ y = NoSuchOperator(x) }"
+    )
+    path = tmp_path / "odd.onnx"
+    onnx.save(model, path)
+    facts = Signature({"x": ((2,), torch.float32)}, ("y",))
+    with pytest.raises(ForerunError, match="NoSuchOperator"):
+        build_engine(path, tmp_path / "e", facts, [{}], "tensorrt-rtx")
+
+
+def test_a_profile_must_size_every_symbol(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    import onnx.parser
+
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 24]> g (float[N] x) => (float[N] y) { y = Neg(x) }'
+    )
+    path = tmp_path / "neg.onnx"
+    onnx.save(model, path)
+    facts = Signature({"x": (("nodes",), torch.float32)}, ("y",))
+    with pytest.raises(ForerunError, match="gives no size to 'nodes'"):
+        build_engine(path, tmp_path / "e", facts, [{"batch": 1}], "tensorrt-rtx")
+    out = tmp_path / "e"
+    build_engine(path, out, facts, [{"nodes": 4}], "tensorrt-rtx", "sm_120")
+    assert out.stat().st_size > 0
