@@ -16,6 +16,7 @@ import numpy as np
 
 from forerun import __version__
 from forerun.errors import ForerunError
+from forerun.runtime.bundle import Bundle
 from forerun.runtime.chat import encode_prompt
 from forerun.runtime.engine import GREEDY
 from forerun.runtime.loop import Stats
@@ -95,7 +96,7 @@ def bench(
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.params.temperature,
         "threads": config.threads,
-        "bundle": bundle_facts(model),
+        "bundle": bundle_facts(model.bundle),
         "machine": machine(),
         "versions": versions(),
     }
@@ -151,11 +152,11 @@ def costs(model: Model, nodes: int) -> dict[str, Any]:
     }
 
 
-def bundle_facts(model: Model) -> dict[str, Any]:
+def bundle_facts(bundle: Bundle) -> dict[str, Any]:
     """What was measured."""
-    manifest = model.bundle.manifest
+    manifest = bundle.manifest
     return {
-        "path": os.fspath(model.bundle.path),
+        "path": os.fspath(bundle.path),
         "hash": manifest.recipe,
         "target": manifest.target.name,
         "drafter": manifest.drafter.name,

@@ -1,0 +1,154 @@
+"""Bundles of tiny random targets, exported once a session and run by ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from forerun.runtime.bundle import write_manifest
+from forerun.runtime.manifest import CONTRACT, DrafterFacts, EngineFacts, Manifest, TargetFacts
+from forerun.runtime.tree import Tree
+
+CAPACITY, PENDING, CHUNK = 256, 8, 16
+STOP_ID = 257
+LOOP = list(range(200, 210))
+"""Tokens that the tiny target says in this order, round and round."""
+VOCABULARY = 260
+"""256 bytes, <s>, </s>, and two ids that the tokenizer doesn't know."""
+
+
+@pytest.fixture(scope="session")
+def tiny_target() -> tuple[Any, dict[str, Any]]:
+    """(configuration, weights) of a random Llama of two layers."""
+    torch = pytest.importorskip("torch")
+    from forerun.models.config import RopeConfig, TargetConfig
+
+    hidden, inner, heads, kv_heads, head = 32, 48, 4, 2, 8
+    config = TargetConfig(
+        *("llama", VOCABULARY, hidden, inner, 2, heads, kv_heads, head, 1e-5, CAPACITY),
+        RopeConfig(10000.0, head),
+    )
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator) * 0.3
+
+    weights = {
+        "model.embed_tokens.weight": random(VOCABULARY, hidden),
+        "model.norm.weight": 1 + random(hidden),
+        "lm_head.weight": random(VOCABULARY, hidden),
+    }
+    for layer in range(config.num_layers):
+        shapes = {
+            "self_attn.q_proj": (heads * head, hidden),
+            "self_attn.k_proj": (kv_heads * head, hidden),
+            "self_attn.v_proj": (kv_heads * head, hidden),
+            "self_attn.o_proj": (hidden, heads * head),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        for name, shape in shapes.items():
+            weights[f"model.layers.{layer}.{name}.weight"] = random(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"model.layers.{layer}.{name}.weight"] = 1 + random(hidden)
+    embed, head_rows = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    for token, following in zip(LOOP, LOOP[1:] + LOOP[:1], strict=True):
+        embed[token] *= 50
+        head_rows[following] += 2 * embed[token] / embed[token].norm()
+    return config, weights
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, and two special ones: every text has ids below the vocabulary's end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+def tiny_manifest(kind: str, trees: dict[int, Tree]) -> Manifest:
+    """The manifest of a bundle around the tiny target."""
+    return Manifest(
+        contract=CONTRACT,
+        forerun="0",
+        target=TargetFacts(
+            *("tiny", "llama", VOCABULARY, 2, 2, 8, CAPACITY, (STOP_ID,), "<s>", "</s>"),
+            add_bos=True,
+        ),
+        drafter=DrafterFacts(kind, kind, {}),
+        engine=EngineFacts("ort", "model.onnx", None, {}),
+        precision="fp32",
+        capacity=CAPACITY,
+        pending=PENDING,
+        chunk=CHUNK,
+        trees={str(size): tree for size, tree in trees.items()},
+        default_tree=str(max(trees)),
+        recipe="tiny",
+    )
+
+
+def write_tiny(
+    folder: Path, target: tuple[Any, dict[str, Any]], make: Callable[[], Any], sizes: list[int]
+) -> Path:
+    """Exports the tiny target with the drafter that `make` gives into a bundle."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    from forerun.compiler.export import export_step
+    from forerun.models.step import Step
+    from forerun.models.target import Target
+
+    config, weights = target
+    drafter = make()
+    step = Step(Target(config, weights, CAPACITY), drafter, PENDING)
+    export_step(step, folder / "model.onnx")
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    prompts = [
+        f'{{"prompt": "prompt {number}, abab", "category": "p{number % 2}"}}\n'
+        for number in range(50)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(prompts))
+    trees = {size: drafter.tree(size) for size in sizes}
+    write_manifest(folder, tiny_manifest(drafter.kind, trees))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target: tuple[Any, dict[str, Any]]
+) -> Path:
+    """The tiny target with prompt lookup: chains of 1, 4 and 8."""
+    from forerun.models.ngram import NGram
+
+    folder = tmp_path_factory.mktemp("tiny")
+    return write_tiny(folder, tiny_target, lambda: NGram(PENDING - 1, 4, 1), [1, 4, 8])
+
+
+@pytest.fixture(scope="session")
+def tiny_medusa_bundle(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target: tuple[Any, dict[str, Any]]
+) -> Path:
+    """The tiny target with three random Medusa heads: trees of 1, 6 and 10."""
+    torch = pytest.importorskip("torch")
+    from forerun.models.linear import Linear
+    from forerun.models.medusa import Medusa, MedusaConfig
+
+    config, weights = tiny_target
+    generator = torch.Generator().manual_seed(1)
+    size = config.hidden_size
+
+    def head() -> list[Linear]:
+        return [Linear(torch.randn(size, size, generator=generator) * 0.1)]
+
+    def make() -> Medusa:
+        accuracy = ((0.5, 0.3, 0.1), (0.4, 0.2, 0.1), (0.3, 0.1, 0.05))
+        shared = Linear(weights["lm_head.weight"].T)
+        return Medusa(MedusaConfig(3, 1, size, 3, accuracy), [head() for _ in range(3)], [shared])
+
+    return write_tiny(tmp_path_factory.mktemp("tiny-medusa"), tiny_target, make, [1, 6, 10])
