@@ -15,8 +15,8 @@ from forerun.runtime.tree import Tree
 
 CAPACITY, PENDING, CHUNK = 256, 8, 16
 STOP_ID = 257
-LOOP = list(range(200, 210))
-"""Tokens that the tiny target says in this order, round and round."""
+LOOP = list(range(40, 50))
+"""Tokens (the letters I to R) that the tiny target says in this order, round and round."""
 VOCABULARY = 260
 """256 bytes, <s>, </s>, and two ids that the tokenizer doesn't know."""
 

@@ -23,7 +23,7 @@ PARAMS = [
     SamplingParams(1.3, top_k=20, top_p=0.9, seed=2),
 ]
 
-LOOP = [*range(200, 210)] * 3
+LOOP = [*range(40, 50)] * 3
 """The tiny target goes on with this for ever, so that prompt lookup is always right."""
 
 
