@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
@@ -67,7 +66,7 @@ class Heads(nn.Module):
         for block in self.blocks:
             x = states
             for layer in block:  # type: ignore[attr-defined]
-                x = x + F.silu(layer(x))
+                x = x + nn.functional.silu(layer(x))
             yield x
 
     def published(self) -> dict[str, Tensor]:
@@ -194,16 +193,25 @@ def _step(
     output: Tensor,
     training: MedusaTraining,
 ) -> Tensor:
-    """One update; returns the loss of each head. Heads go one by one, to save memory."""
+    """One update; returns the loss of each head. Heads go one by one, to save memory.
+
+    Cross-entropy's gradient, probabilities less the truth, is written out: autograd would keep
+    several float32 copies of `[n, V"]` logits, which took twice the time.
+    """
     optimiser.zero_grad(set_to_none=True)
     losses = []
     with torch.autocast("cpu", output.dtype, enabled=output.dtype != torch.float32):
         for head, x in enumerate(heads(states.to(torch.float32))):
             known = (labels[:, head] >= 0).nonzero()[:, 0]
-            logits = F.linear(x[known].to(output.dtype), output)
-            loss = F.cross_entropy(logits.to(torch.float32), labels[known, head])
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
+            truth = labels[known, head][:, None]  # [n, 1]
+            with torch.no_grad():
+                error = (x[known].to(output.dtype) @ output.T).softmax(-1)  # [n, V"]
+                right = error.gather(1, truth)
+                error.scatter_(1, truth, right - 1)
+                slope = torch.zeros_like(x)
+                slope[known] = (error @ output).to(x.dtype) / len(known)
+            x.backward(slope)
+            losses.append(-right.to(torch.float32).clamp(min=1e-9).log().mean())
     nn.utils.clip_grad_norm_(heads.parameters(), training.clip)
     optimiser.step()
     return torch.stack(losses)
