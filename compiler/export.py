@@ -160,7 +160,7 @@ def signature(step: Step, fixed: Mapping[str, int] | None = None) -> Signature:
     `fixed` gives sizes to symbols: TensorRT wants a static number of cache `slots`.
     """
     config = step.target.config
-    sizes: dict[str | int, int] = {
+    sizes: dict[str, int] = {
         **(fixed or {}),
         "layers": config.num_layers,
         "kv_heads": config.num_kv_heads,
@@ -168,7 +168,7 @@ def signature(step: Step, fixed: Mapping[str, int] | None = None) -> Signature:
     }
 
     def resolve(axes: tuple[str | int, ...]) -> tuple[str | int, ...]:
-        return tuple(sizes.get(axis, axis) for axis in axes)
+        return tuple(sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in axes)
 
     real = step.target.cos.dtype
     inputs: dict[str, tuple[tuple[str | int, ...], torch.dtype]] = {}
