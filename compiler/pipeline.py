@@ -20,7 +20,6 @@ from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint, load_checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.drafters import DrafterSource, find_drafter, load_drafter
-from forerun.models.step import Step
 from forerun.runtime.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, load_bundle, write_manifest
 from forerun.runtime.chat import encode_prompt
 from forerun.runtime.manifest import CONTRACT, DrafterFacts, EngineFacts, Manifest, TargetFacts
@@ -77,14 +76,16 @@ def _build(
     kind, precision = options.kind, options.real_precision
     drafter = load_drafter(source, checkpoint)
     trees = _trees(options, drafter)
-    say(f"building the {precision} step with drafter {source.name}")
-    step = PRECISIONS[precision](checkpoint, drafter, options.capacity, kind.attention)
-    manifest = _manifest(options, checkpoint, source, step, trees, digest)
+    manifest = _manifest(options, checkpoint, source, drafter, trees, digest)
     default = trees[manifest.default_tree]
     bundle = Bundle(folder, manifest, checkpoint.tokenizer, checkpoint.chat_template)
     _write_texts(bundle)
     prompts = read_prompts(folder / PROMPTS_FILE)
     ids = encode_prompt(bundle, prompts[0].content)
+    say(f"building the {precision} step with drafter {source.name}")
+    step = PRECISIONS[precision](
+        checkpoint, drafter, options.capacity, kind.attention, calibration_texts(bundle)
+    )
 
     say("exporting to ONNX")
     fixed = {"slots": options.capacity} if kind.static_slots else None
@@ -123,7 +124,7 @@ def _manifest(
     options: CompileOptions,
     checkpoint: Checkpoint,
     source: DrafterSource,
-    step: Step,
+    drafter: Drafter,
     trees: dict[str, Tree],
     digest: str,
 ) -> Manifest:
@@ -145,7 +146,7 @@ def _manifest(
             eos_token=checkpoint.eos_token,
             add_bos=checkpoint.add_bos,
         ),
-        drafter=DrafterFacts(source.kind, source.name, step.drafter.options()),
+        drafter=DrafterFacts(source.kind, source.name, drafter.options()),
         engine=EngineFacts(
             kind=options.engine,
             file=ENGINE_FILE if options.kind.static_slots else ONNX_FILE,
@@ -154,7 +155,7 @@ def _manifest(
         ),
         precision=options.real_precision,
         capacity=options.capacity,
-        pending=step.pending,
+        pending=drafter.max_depth() + 1,
         chunk=options.chunk,
         trees=trees,
         default_tree=last if last in trees else "1",
@@ -169,6 +170,13 @@ def _write_texts(bundle: Bundle) -> None:
         (bundle.path / CHAT_TEMPLATE).write_text(bundle.chat_template, encoding="utf-8")
     prompts = resources.files("forerun.compiler").joinpath("verification_prompts.jsonl")
     (bundle.path / PROMPTS_FILE).write_bytes(prompts.read_bytes())
+
+
+def calibration_texts(bundle: Bundle) -> list[list[int]]:
+    """The calibration conversations that ship with forerun, as this target's tokens."""
+    conversations = resources.files("forerun.compiler").joinpath("calibration.jsonl")
+    with resources.as_file(conversations) as path:
+        return [encode_prompt(bundle, prompt.content) for prompt in read_prompts(path)]
 
 
 def _build_tensorrt(

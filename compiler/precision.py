@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from forerun.compiler.calibrate import input_hessians, linears
 from forerun.compiler.quantize import quantize_weight
 from forerun.compiler.rotate import original_basis, rotate
+from forerun.compiler.smooth import smooth
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.linear import Int8Embedding, Int8Linear, Linear
 from forerun.models.step import Step
 from forerun.models.target import Target
 
-StepFactory = Callable[[Checkpoint, Drafter, int, str], Step]
-"""(checkpoint, drafter, capacity, attention) -> step in eval mode."""
+Texts = Sequence[Sequence[int]]
+StepFactory = Callable[[Checkpoint, Drafter, int, str, Texts], Step]
+"""(checkpoint, drafter, capacity, attention, calibration texts as ids) -> step in eval mode."""
 
 
 def float32_step(
-    checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str
+    checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str, texts: Texts
 ) -> Step:
     """The checkpoint as it is."""
     target = Target(checkpoint.config, checkpoint.weights, capacity, attention)
@@ -29,25 +32,33 @@ def float32_step(
 
 
 def float16_step(
-    checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str
+    checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str, texts: Texts
 ) -> Step:
     """Weights, caches and activations in float16; probabilities stay in float32."""
-    return float32_step(checkpoint, drafter, capacity, attention).half()
+    return float32_step(checkpoint, drafter, capacity, attention, texts).half()
 
 
-def int8_step(checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str) -> Step:
-    """Every linear layer as an integer matmul, on weights rotated so that little is lost.
+def int8_step(
+    checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str, texts: Texts
+) -> Step:
+    """Every linear layer as an integer matmul, on weights rewritten so that little is lost.
 
-    The rest (norms, attention, residual) stays in float32.
+    Rotated (outlier channels spread out), smoothed (down_proj's input, which no rotation reaches),
+    and rounded with error feedback on what the layers read on `texts`. Norms, attention and the
+    residual stay in float32.
     """
-    config = checkpoint.config
+    # Rotated weights lose the tie: the final norm's gain is folded into the head alone.
+    config = replace(checkpoint.config, tie_embeddings=False)
     basis = original_basis(checkpoint.weights, config)
     weights = rotate(checkpoint.weights, config)
-    # Rotated weights lose the tie: the final norm's gain is folded into the head alone.
-    target = Target(replace(config, tie_embeddings=False), weights, capacity, attention, basis)
+    longest = max(map(len, texts))
+    hessians = input_hessians(Target(config, weights, longest, attention).eval(), texts)
+    weights, hessians = smooth(weights, config, hessians)
+    target = Target(config, weights, capacity, attention, basis)
+    by_layer = {id(layer): hessians[name] for name, layer in linears(target).items()}
     target.embed = _int8_embedding(weights["model.embed_tokens.weight"])
     step = Step(target, drafter)
-    _quantize_linears(step)
+    _quantize_linears(step, by_layer)
     return step.eval()
 
 
@@ -64,11 +75,11 @@ def _int8_embedding(weight: torch.Tensor) -> Int8Embedding:
     return Int8Embedding((weight / scale[:, None]).round().to(torch.int8), scale)
 
 
-def _quantize_linears(module: nn.Module) -> None:
+def _quantize_linears(module: nn.Module, hessians: dict[int, torch.Tensor]) -> None:
     """Replace each `Linear` below `module` by its int8 form."""
     for name, child in module.named_children():
         if isinstance(child, Linear):
-            weight, scale = quantize_weight(child.weight.T)
+            weight, scale = quantize_weight(child.weight.T, hessians.get(id(child)))
             setattr(module, name, Int8Linear(weight, scale, child.bias))
         else:
-            _quantize_linears(child)
+            _quantize_linears(child, hessians)

@@ -114,7 +114,9 @@ def rotate(weights: dict[str, Tensor], config: ModelShape, seed: int = 0) -> dic
     return rotate_values(rotated, config, seed)
 
 
-def rotate_values(weights: dict[str, Tensor], config: ModelShape, seed: int = 0) -> dict[str, Tensor]:
+def rotate_values(
+    weights: dict[str, Tensor], config: ModelShape, seed: int = 0
+) -> dict[str, Tensor]:
     """Rotate the value channels of each head: in v_proj's output, undone in o_proj's input.
 
     Attention mixes values over positions and never over channels, so the rotation passes through.
@@ -125,14 +127,16 @@ def rotate_values(weights: dict[str, Tensor], config: ModelShape, seed: int = 0)
 
     def by_head(value: Tensor) -> Tensor:
         """Rotate the last axis, heads * D, within each head."""
-        heads = value.double().unflatten(-1, (-1, config.head_dim))
-        return (heads @ rotation).flatten(-2).to(value.dtype)
+        heads = value.double().reshape(-1, config.head_dim)
+        return (heads @ rotation).reshape(value.shape).to(value.dtype)
 
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}.self_attn."
-        for name in (prefix + "v_proj.weight", prefix + "v_proj.bias"):
-            if name in weights:
-                rotated[name] = by_head(weights[name].T).T.contiguous()
-        name = prefix + "o_proj.weight"
-        rotated[name] = by_head(weights[name])
+        value, bias, output = (
+            prefix + x for x in ("v_proj.weight", "v_proj.bias", "o_proj.weight")
+        )
+        rotated[value] = by_head(weights[value].T).T.contiguous()
+        if bias in weights:
+            rotated[bias] = by_head(weights[bias])
+        rotated[output] = by_head(weights[output])
     return rotated
