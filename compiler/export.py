@@ -107,7 +107,9 @@ def _threshold(values: Any, measure: Any, wanted: Any) -> Any:
     results = [body.op("Identity", [going]), body.op("Where", [enough, middle, low])]
     graph = ir.Graph([turn, going, low], results, nodes=body.nodes, name="bisection")
     # By keyword: torch 2.13 counts M and cond among v_initial where they come by position.
-    turns, always = op.Constant(value_int=HALVINGS), op.Constant(value=ir.tensor(True))
+    # No turns at all where nothing is wanted: a cut that is off costs nothing.
+    on = op.Cast(op.Greater(op.ReduceMax(wanted, keepdims=0), zero), to=int(ir.DataType.INT64))
+    turns, always = op.Mul(on, op.Constant(value_int=HALVINGS)), op.Constant(value=ir.tensor(True))
     found = op.Loop(M=turns, cond=always, v_initial=(lowest,), body=graph)
     return op.Where(op.Greater(wanted, zero), found, op.Constant(value_float=float("-inf")))
 
