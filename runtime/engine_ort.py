@@ -60,7 +60,9 @@ class OrtEngine:
         self.turn, self.drafted = 0, 1
         self.caches: dict[str, Array] = {}
         self._request_buffers()
-        self._grow(BUCKET)
+        static = self.inputs[self.cache_names[0]].shape[2]  # a number in a graph made for TensorRT
+        self.bucket = static if isinstance(static, int) else BUCKET
+        self._grow(self.bucket)
 
     # --- the loop's three calls -------------------------------------------------------------
 
@@ -145,7 +147,7 @@ class OrtEngine:
         if slots <= self.slots:
             return
         old, kept = self.caches, self.slots
-        self.slots = -(-slots // BUCKET) * BUCKET
+        self.slots = -(-slots // self.bucket) * self.bucket
         facts = self.manifest.target
         real = NUMPY_TYPES[self.inputs["pending"].type]
         self.caches = {

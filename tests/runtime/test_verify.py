@@ -212,6 +212,22 @@ def test_an_engine_that_this_machine_cannot_run(folder: Path) -> None:
     assert "losslessness, greedy" not in checks
 
 
+def test_a_graph_of_static_capacity(folder: Path) -> None:
+    """TensorRT's graphs have one: ONNX Runtime then takes caches of that size from the start."""
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    for value in model.graph.input:
+        axes = value.type.tensor_type.shape.dim
+        if value.name.startswith(("keys_", "values_")):
+            axes[2].dim_value = 300
+        elif value.name == "history":
+            axes[1].dim_value = 300
+    onnx.save(model, folder / "model.onnx")
+    rewrite(folder, engine=EngineFacts("tensorrt", "prompts.jsonl", "sm_89", {}))
+    check = found(verify(folder, FEW))["golden"]
+    assert check.passed and check.facts["top1_agreement"] == 1.0
+
+
 def test_a_graph_that_onnx_runtime_cannot_run(folder: Path) -> None:
     (folder / "model.onnx").write_bytes(b"other ops")
     rewrite(folder, engine=EngineFacts("tensorrt", "prompts.jsonl", "sm_89", {}))
