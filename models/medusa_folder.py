@@ -134,7 +134,7 @@ def _check_ids(ids: Tensor | None, vocabulary: int, path: Path) -> Tensor | None
             f"{path}: 'ids' reaches from {int(ids.min())} to {int(ids.max())}, outside the "
             f"target's vocabulary of {vocabulary}: these heads belong to another target"
         )
-    if len(ids.unique()) != len(ids):
+    if len(set(ids.tolist())) != len(ids):
         raise ForerunError(f"{path}: 'ids' names a token twice: train or download the heads again")
     return ids.to(torch.int64)
 

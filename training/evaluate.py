@@ -153,7 +153,7 @@ def propose(
     """Each head's best token ids `[N, heads, k]`, in float32."""
     output = vocabulary[ids].T.contiguous()  # [H, V']
     rows = []
-    for part in states.split(EVALUATION_ROWS):
+    for part in torch.split(states, EVALUATION_ROWS):
         picks = [(x @ output).topk(top_k, dim=-1).indices for x in heads(part.to(torch.float32))]
         rows.append(ids[torch.stack(picks, dim=1)])
     return torch.cat(rows)

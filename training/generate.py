@@ -123,7 +123,9 @@ class _Batch:
         shared = min(common_prefix(prompts), min(map(len, prompts)) - 1)
         if shared:
             one = self.target.empty_caches(1, shared)
-            self._forward(torch.tensor([prompts[0][:shared]]), torch.zeros(1, dtype=int), one)
+            self._forward(
+                torch.tensor([prompts[0][:shared]]), torch.zeros(1, dtype=torch.int64), one
+            )
             for ours, theirs in zip(_tensors(caches), _tensors(one), strict=True):
                 ours[:, :, :shared] = theirs
         tokens = torch.full((len(group), longest - shared), -1)
@@ -213,13 +215,15 @@ def choose(head: nn.Module, hidden: Tensor, temperature: Tensor, draws: Tensor) 
         cdf = scaled.softmax(-1).cumsum(-1)
         wanted = draws[sampled, None] * cdf[:, -1:]
         chosen[sampled] = torch.searchsorted(cdf, wanted, right=True)[:, 0]
+    assert isinstance(chosen, Tensor)
     return chosen
 
 
 def vocabulary_rows(head: nn.Module, ids: Tensor) -> Tensor:
     """The output vectors `[..., H]` of the tokens `ids`, whether the head is tied or not."""
     embed = getattr(head, "embed", None)
-    weight: Tensor = head.weight.T if embed is None else embed.weight
+    weight = head.get_parameter("weight").T if embed is None else embed.weight
+    assert isinstance(weight, Tensor)
     return weight[ids]
 
 

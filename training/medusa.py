@@ -65,6 +65,7 @@ class Heads(nn.Module):
         """`[n, H]` -> each head's state `[n, H]` before the vocabulary layer."""
         for block in self.blocks:
             x = states
+            layer: nn.Module
             for layer in block:  # type: ignore[attr-defined]
                 x = x + nn.functional.silu(layer(x))
             yield x

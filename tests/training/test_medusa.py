@@ -150,3 +150,25 @@ def test_schedule_rises_and_falls() -> None:
     assert rates[:11] == sorted(rates[:11])
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[0] > 0 and rates[-1] < 0.01
+
+
+def test_gradient_is_cross_entropys() -> None:
+    draw = torch.Generator().manual_seed(4)
+    states, output = torch.randn(9, 8, generator=draw), torch.randn(12, 8, generator=draw)
+    labels = torch.randint(-1, 12, (9, 2), generator=draw)
+    heads = module.Heads(2, 2, 8)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=draw)
+    expected = torch.stack(
+        [
+            torch.nn.functional.cross_entropy(x @ output.T, labels[:, i], ignore_index=-1)
+            for i, x in enumerate(heads(states))
+        ]
+    )
+    wanted = torch.autograd.grad(expected.sum(), list(heads.parameters()))
+    still = torch.optim.SGD(heads.parameters(), lr=0.0)
+    free = replace(TRAINING, heads=2, clip=1e9)
+    losses = module._step(heads, still, states, labels, output, free)
+    torch.testing.assert_close(losses, expected.detach())
+    for parameter, gradient in zip(heads.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
