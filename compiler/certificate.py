@@ -92,9 +92,7 @@ def float32_logits(target: Target, tokens: Sequence[int]) -> Tensor:
     rows = Rows(
         positions=places[None],
         write_index=torch.zeros(1, dtype=torch.int64),
-        pending=torch.zeros(
-            config.num_layers, 2, 1, config.num_kv_heads, 0, config.head_dim
-        ),
+        pending=target.no_pending(1),
         mask=mask,
         window_mask=window,
     )

@@ -33,7 +33,7 @@ class EagerStep:
             tokens=torch.tensor([list(tokens)]),
             length=torch.zeros(1, dtype=torch.int64),
             pending_count=torch.zeros(1, dtype=torch.int64),
-            pending=self._no_pending(),
+            pending=self.step.target.no_pending(1),
             depth=torch.arange(count)[None],
             ancestors=torch.ones(1, count, count, dtype=torch.bool).tril(),
             verify=torch.tensor(list(verify)),
@@ -68,8 +68,3 @@ class EagerStep:
         """One call; the state moves on."""
         outputs, self.caches, self.states = self.step(inputs, self.caches, self.states)
         return outputs, self.caches, self.states
-
-    def _no_pending(self) -> Tensor:
-        config = self.step.target.config
-        shape = (config.num_layers, 2, 1, config.num_kv_heads, 0, config.head_dim)
-        return self.step.target.cos.new_zeros(shape)

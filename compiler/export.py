@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 from onnxscript.values import Opset
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ INPUT_AXES: dict[str, tuple[str | int, ...]] = {
     "tokens": ("batch", "nodes"),
     "length": ("batch",),
     "pending_count": ("batch",),
-    "pending": ("layers", 2, "batch", "kv_heads", "pending_in", "head_dim"),
+    "pending": ("batch", "cached_heads", "pending_in", "head_dim"),
     "depth": ("batch", "nodes"),
     "ancestors": ("batch", "nodes", "nodes"),
     "verify": ("verified",),
@@ -164,7 +165,7 @@ def signature(step: Step, fixed: Mapping[str, int] | None = None) -> Signature:
     config = step.target.config
     sizes: dict[str, int] = {
         **(fixed or {}),
-        "layers": config.num_layers,
+        "cached_heads": config.num_layers * 2 * config.num_kv_heads,
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
     }
@@ -232,6 +233,22 @@ def branches_as_loops(graph: ir.Graph) -> None:
         )
 
 
+def share_zero_points(graph: ir.Graph) -> None:
+    """One tensor of zero points for all matrices of as many rows, instead of one a matrix.
+
+    QuantizeLinear wants them as long as its scales; that length is the same all through the layers.
+    """
+    shared: dict[str, ir.Value] = {}
+    for node in list(graph):
+        if node.op_type != "QuantizeLinear":
+            continue
+        scale, zero = node.inputs[1], node.inputs[2]
+        if scale is None or zero is None or scale.shape is None:
+            continue
+        first = shared.setdefault(str(scale.shape), zero)
+        node.replace_input_with(2, first)
+
+
 def export_step(step: Step, path: Path, fixed: Mapping[str, int] | None = None) -> Signature:
     """Write the step to `path` (`.onnx`), weights beside it in `path` + `.data`.
 
@@ -257,5 +274,7 @@ def export_step(step: Step, path: Path, fixed: Mapping[str, int] | None = None) 
     )
     assert onnx_program is not None
     branches_as_loops(onnx_program.model.graph)
+    share_zero_points(onnx_program.model.graph)
+    RemoveUnusedNodesPass()(onnx_program.model)
     onnx_program.save(str(path), external_data=True)
     return facts

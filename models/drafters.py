@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import Drafter
+from forerun.models.medusa_folder import load_medusa
 from forerun.models.ngram import NGram
 
 
@@ -39,9 +40,7 @@ def _ngram(folder: Path | None, checkpoint: Checkpoint) -> Drafter:
 
 def _medusa(folder: Path | None, checkpoint: Checkpoint) -> Drafter:
     assert folder is not None
-    from forerun.models.medusa_folder import load_medusa
-
-    return load_medusa(folder, checkpoint.config.hidden_size, vocabulary_matrix(checkpoint))
+    return load_medusa(folder, vocabulary_matrix(checkpoint))
 
 
 DRAFTERS: dict[str, Callable[[Path | None, Checkpoint], Drafter]] = {
@@ -57,13 +56,13 @@ def find_drafter(name: str) -> DrafterSource:
     if name in FOLDERLESS:
         return DrafterSource(name, name, None, name)
     shipped = Path(str(resources.files("forerun.models"))) / "shipped"
-    folder = Path(name) if (Path(name) / "config.json").is_file() else shipped / name
-    if Path(name).name != name and folder == shipped / name:
-        raise ForerunError(f"drafter {name}: not a folder with a config.json")
+    names = sorted(path.name for path in shipped.glob("*") if path.is_dir())
+    # A folder given by its path wins over a shipped drafter of that name.
+    folder = Path(name) if name not in names or Path(name).is_dir() else shipped / name
     if not (folder / "config.json").is_file():
-        known = [*FOLDERLESS, *sorted(path.name for path in shipped.glob("*") if path.is_dir())]
         raise ForerunError(
-            f"drafter {name!r}: neither a folder with a config.json nor one of {', '.join(known)}"
+            f"drafter {name!r}: neither a folder with a config.json "
+            f"nor one of {', '.join([*FOLDERLESS, *names])}"
         )
     kind = _kind(folder)
     if kind not in DRAFTERS:

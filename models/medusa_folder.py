@@ -18,7 +18,6 @@ from torch import Tensor
 from forerun.errors import ForerunError
 from forerun.models.linear import Linear
 from forerun.models.medusa import Medusa, MedusaConfig
-from forerun.models.target import Target
 
 WEIGHTS = "medusa.safetensors"
 FILES = (WEIGHTS, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -29,8 +28,8 @@ TOP_K = 10
 _LAYER = re.compile(r"(0|[1-9]\d{0,3})\.(0|[1-9]\d{0,3})\.(linear\.weight|linear\.bias|weight)")
 
 
-def load_medusa(folder: Path, target: Target, head_weight: Tensor) -> Medusa:
-    """The heads in `folder`, in float32, for `target`.
+def load_medusa(folder: Path, head_weight: Tensor) -> Medusa:
+    """The heads in `folder`, in float32.
 
     `head_weight` `[V, H]` is the target's vocabulary matrix: heads without a vocabulary layer of
     their own share it, or its rows `ids` where the folder names a reduced vocabulary. Raises
@@ -42,7 +41,7 @@ def load_medusa(folder: Path, target: Target, head_weight: Tensor) -> Medusa:
         raise ForerunError(f"{folder}: no Medusa heads: expected one of {', '.join(FILES)}")
     facts = _read_config(folder / "config.json")
     tensors = _read_tensors(path)
-    hidden, vocabulary = target.config.hidden_size, head_weight.shape[0]
+    vocabulary, hidden = head_weight.shape
     ids = _check_ids(tensors.pop("ids", None), vocabulary, path)
     heads, layers = _count(tensors, path)
     _check_shapes(tensors, heads, layers, hidden, vocabulary if ids is None else len(ids), path)

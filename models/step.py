@@ -31,7 +31,7 @@ class StepInputs:
     tokens: Tensor  # [B, T] int64: the tree's tokens, the root first
     length: Tensor  # [B] int64: committed cache slots
     pending_count: Tensor  # [B] int64: accepted rows in `pending`
-    pending: Tensor  # [layers, 2, B, kv, P, D]: keys and values of the accepted path
+    pending: Tensor  # [B, layers * 2 * kv, P, D]: keys and values of the accepted path
     depth: Tensor  # [B, T] int64
     ancestors: Tensor  # [B, T, T] bool
     verify: Tensor  # [R] int64
@@ -53,7 +53,7 @@ class StepOutputs:
     count: Tensor  # [B] int64: how many; the next step's `pending_count`
     next_tokens: Tensor  # [B, N] int64
     next_length: Tensor  # [B] int64
-    next_pending: Tensor  # [layers, 2, B, kv, P, D]
+    next_pending: Tensor  # [B, layers * 2 * kv, P, D]
     logits: Tensor  # [B, R, V] float32: for verification only
 
 
@@ -109,7 +109,7 @@ class Step(nn.Module):
         """Which cache slots each node attends to: what is committed, what is pending, its ancestors."""
         slot = torch.arange(slots, device=positions.device)[None, None]  # [1, 1, S]
         length = inputs.length[:, None, None]
-        pending = inputs.pending.shape[4]
+        pending = inputs.pending.shape[2]
         # [B, 1, S] index of a slot's node in the tree
         node = (slot - length - pending).expand(positions.shape[0], 1, slots)
         inside = (node >= 0) & (node < inputs.tokens.shape[1])
@@ -175,11 +175,11 @@ class Step(nn.Module):
 
 
 def select_rows(path: Tensor, verify: Tensor, written: Tensor) -> Tensor:
-    """The accepted path's keys and values, `[..., T, D]` -> `[layers, 2, B, kv, P, D]`.
+    """The accepted path's keys and values, `[B, layers * 2 * kv, T, D]` -> `[.., P, D]`.
 
     A one-hot product: TensorRT refuses a gather in front of a cache update (measured).
     """
-    nodes = torch.arange(written.shape[4], device=verify.device)
+    nodes = torch.arange(written.shape[2], device=verify.device)
     one_hot = (verify[:, None] == nodes[None]).to(written.dtype)  # [R, T]
     selection = path.to(written.dtype) @ one_hot  # [B, P, T]
     return selection[:, None] @ written

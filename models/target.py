@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from forerun.models.attention import ATTENTIONS, Attend
+from forerun.models.attention import ATTENTIONS, Attention
 from forerun.models.config import TargetConfig
 from forerun.models.linear import Linear
 from forerun.models.ops import matmul_transposed, tensor_scatter
@@ -31,7 +31,7 @@ class Rows:
 
     positions: Tensor  # [B, T] int64
     write_index: Tensor  # [B] int64: the cache slot that the first written row takes
-    pending: Tensor  # [layers, 2, B, kv, P, D]: earlier rows written along with these
+    pending: Tensor  # [B, layers * 2 * kv, P, D]: earlier rows written along with these
     mask: Tensor  # [B, T, S] bool: which slots a row attends to
     window_mask: Tensor | None = None  # the same for sliding-window layers
 
@@ -68,43 +68,41 @@ class Block(nn.Module):
         """Queries `[B, h, T, D]`, keys and values `[B, kv, T, D]`, rotated where the layer does."""
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        batch, count, _ = x.shape
-        split = self.qkv(x).reshape(batch, count, heads + 2 * kv_heads, config.head_dim)
-        query, key, value = split.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
-        query, key = self.query_norm(query), self.key_norm(key)
+        shape = (*rows.positions.shape, heads + 2 * kv_heads, config.head_dim)
+        both, value = self.qkv(x).reshape(shape).transpose(1, 2).split([heads + kv_heads, kv_heads], 1)
+        if config.qk_norm:
+            query, key = both.split([heads, kv_heads], dim=1)
+            both = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
         if self.rotates:
-            query, key = (
-                torch.onnx.ops.rotary_embedding(
-                    tensor,
-                    *rope,
-                    rows.positions,
-                    rotary_embedding_dim=config.rope.dim if config.rope.dim < config.head_dim else 0,
-                )
-                for tensor in (query, key)
+            both = torch.onnx.ops.rotary_embedding(
+                both,
+                *rope,
+                rows.positions,
+                rotary_embedding_dim=config.rope.dim if config.rope.dim < config.head_dim else 0,
             )
-        return [query, key, value]
+        return [*both.split([heads, kv_heads], dim=1), value]
 
     def forward(
         self,
         x: Tensor,
         keys: Tensor,
         values: Tensor,
-        pending: Tensor,
+        pending: tuple[Tensor, Tensor],
         rows: Rows,
         rope: tuple[Tensor, Tensor],
-        attend: Attend,
+        attention: Attention,
         update: CacheUpdate,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`x` `[B, T, H]` -> (x, key cache, value cache, this layer's new rows `[2, B, kv, T, D]`)."""
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """`x` `[B * T, H]` -> (x, key cache, value cache, new keys and values `[B, kv, T, D]`)."""
         query, key, value = self.project(self.input_norm(x), rows, rope)
         keys = update(keys, torch.cat([pending[0], key], dim=2), rows.write_index)
         values = update(values, torch.cat([pending[1], value], dim=2), rows.write_index)
         mask = rows.window_mask if self.slides and rows.window_mask is not None else rows.mask
-        mixed = attend(query, keys, values, mask, self.config.head_dim**-0.5)
-        x = x + self.output(mixed.transpose(1, 2).flatten(2))
+        mixed = attention.attend(query, keys, values, mask, self.config.head_dim**-0.5)
+        x = x + self.output(mixed.transpose(1, 2).reshape(-1, self.config.num_heads * mixed.shape[3]))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         x = x + self.down(nn.functional.silu(gate) * up)
-        return x, keys, values, torch.stack([key, value])
+        return x, keys, values, [key, value]
 
 
 class Target(nn.Module):
@@ -126,7 +124,7 @@ class Target(nn.Module):
         super().__init__()
         self.config = config
         self.capacity = capacity
-        self.attend = ATTENTIONS[attention]
+        self.attention = ATTENTIONS[attention]
         self.embed: nn.Module = nn.Embedding.from_pretrained(weights["model.embed_tokens.weight"])
         self.blocks = nn.ModuleList(
             Block(config, layer, weights) for layer in range(config.num_layers)
@@ -142,27 +140,53 @@ class Target(nn.Module):
     def forward(
         self, tokens: Tensor, caches: Caches, rows: Rows, update: CacheUpdate = tensor_scatter
     ) -> tuple[Tensor, Caches, Tensor]:
-        """-> (hidden `[B, T, H]`, caches with the rows written, rows `[layers, 2, B, kv, T, D]`).
+        """-> (hidden `[B, T, H]`, caches with the rows written, rows `[B, layers * 2 * kv, T, D]`).
 
         A negative token stands for no token: it is embedded as token 0 and must not be attended to.
         """
-        x = self.embed(tokens.clamp(min=0))
-        keys, values, written = [], [], []
+        x = self.embed(tokens.clamp(min=0)).flatten(0, 1)  # [B * T, H]: linear layers want a matrix
+        rows = self._prepare(rows)
+        pending = rows.pending.split(self.config.num_kv_heads, dim=1)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        written: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
             x, key, value, new = block(
                 x,
                 caches.keys[layer],
                 caches.values[layer],
-                rows.pending[layer],
+                (pending[2 * layer], pending[2 * layer + 1]),
                 rows,
                 (self.cos, self.sin),
-                self.attend,
+                self.attention,
                 update,
             )
             keys.append(key)
             values.append(value)
-            written.append(new)
-        return self.norm(x), Caches(keys, values), torch.stack(written)
+            written += new
+        hidden = self.norm(x).reshape(*tokens.shape, -1)
+        return hidden, Caches(keys, values), torch.cat(written, dim=1)
+
+    def _prepare(self, rows: Rows) -> Rows:
+        """The masks in the form that this attention takes."""
+
+        def prepare(mask: Tensor) -> Tensor:
+            group = self.config.num_heads // self.config.num_kv_heads
+            return self.attention.prepare(mask, group, self.cos.dtype)
+
+        window = rows.window_mask
+        return replace(
+            rows,
+            mask=prepare(rows.mask),
+            window_mask=None if window is None else prepare(window),
+        )
+
+    def no_pending(self, batch: int) -> Tensor:
+        """`pending` of no rows, as a prefill takes it."""
+        config = self.config
+        return self.cos.new_zeros(
+            batch, config.num_layers * 2 * config.num_kv_heads, 0, config.head_dim
+        )
 
     def empty_caches(self, batch: int, slots: int) -> Caches:
         """Zeroed caches of `slots` slots, in the module's dtype and on its device."""

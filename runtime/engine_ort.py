@@ -127,7 +127,7 @@ class OrtEngine:
             "limit": np.zeros(1, np.int64),
         }
         shape = [
-            axis if isinstance(axis, int) else {0: 0, 2: 1, 4: pending}[place]
+            axis if isinstance(axis, int) else {0: 1, 2: pending}[place]
             for place, axis in enumerate(self.inputs["pending"].shape)
         ]
         real = NUMPY_TYPES[self.inputs["pending"].type]
@@ -196,7 +196,7 @@ class OrtEngine:
         here = self.sets[self.turn]
         here["length"][0], here["pending_count"][0] = start, 0
         shape = list(here["pending"].shape)
-        shape[4] = 0
+        shape[2] = 0
         verified = np.asarray(verify, np.int64)
         inputs = {
             "tokens": chunk[None],

@@ -60,13 +60,6 @@ class Answer:
     """`[tokens, H]`: the normed hidden state that chose each token."""
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Torch's own attention: on a CPU in bfloat16 a seventh faster than the engines' forms."""
-    return nn.functional.scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask[:, None], scale=scale, enable_gqa=True
-    )
-
-
 def generate(
     target: Target, requests: Iterable[Request], config: GenerateConfig
 ) -> Iterator[Answer]:
@@ -98,10 +91,6 @@ class _Batch:
         self.length = torch.zeros(size, dtype=torch.int64)  # [B] cached tokens
         self.last = torch.zeros(size, dtype=torch.int64)  # [B] the newest token, not cached yet
         self.caches = target.empty_caches(size, target.capacity)
-        model = target.config
-        self.nothing = self.target.cos.new_zeros(
-            model.num_layers, 2, 1, model.num_kv_heads, 0, model.head_dim
-        )
 
     @property
     def live(self) -> list[int]:
@@ -169,7 +158,7 @@ class _Batch:
         mask = slots <= positions[..., None]  # [n, T, S]
         window = self.target.config.window
         sliding = mask & (positions[..., None] - slots < window) if window else None
-        pending = self.nothing.expand(-1, -1, tokens.shape[0], -1, -1, -1)
+        pending = self.target.no_pending(tokens.shape[0])
         rows = Rows(positions, start, pending, mask, sliding)
         hidden, _, _ = self.target(tokens, caches, rows, scatter_in_place)
         assert isinstance(hidden, Tensor)

@@ -19,7 +19,7 @@ from forerun.models.target import Target
 from forerun.progress import progress
 from forerun.runtime.chat import render_chat
 from forerun.runtime.prompts import Prompt
-from forerun.training.generate import Answer, GenerateConfig, Request, attend, generate
+from forerun.training.generate import Answer, GenerateConfig, Request, generate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HELD_OUT_PERCENT = 5
@@ -75,8 +75,8 @@ def synthesize(
     _write_manifest(folder, checkpoint, kept, len(items) - len(kept), config)
     open_shards = {i: shard for i, shard in enumerate(shards) if not _shard(folder, i).exists()}
     slots = max(len(item.prompt) for item in kept) + config.max_new_tokens
-    target = Target(checkpoint.config, checkpoint.weights, -(-slots // 32) * 32).eval()
-    target.attend = attend
+    capacity = -(-slots // 32) * 32
+    target = Target(checkpoint.config, checkpoint.weights, capacity, "torch").eval()
     target.to(DTYPES[config.dtype])
     requests = [
         Request(item.index, item.prompt, item.temperature, _seed(config.seed, item.index))

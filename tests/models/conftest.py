@@ -92,7 +92,7 @@ def generate(
     rows = rows * len(seeds) if len(rows) == 1 else rows
     seeds = seeds * len(rows) if len(seeds) == 1 else seeds
     batch, length = len(rows), len(rows[0])
-    config, tree = step.target.config, step.drafter.tree(nodes)
+    tree = step.drafter.tree(nodes)
     caches = step.target.empty_caches(batch, SLOTS)
     states = [
         torch.zeros(
@@ -120,9 +120,7 @@ def generate(
                 tokens=part,
                 length=torch.full((batch,), start),
                 pending_count=torch.zeros(batch, dtype=torch.int64),
-                pending=torch.zeros(
-                    config.num_layers, 2, batch, config.num_kv_heads, 0, config.head_dim
-                ),
+                pending=step.target.no_pending(batch),
                 depth=torch.arange(size).expand(batch, -1),
                 ancestors=torch.ones(size, size, dtype=torch.bool).tril().expand(batch, -1, -1),
                 verify=torch.tensor([size - 1]),

@@ -74,7 +74,7 @@ def test_round_trip(target: Target, matrix: Any, tmp_path: Path, reduced: bool, 
     ids = torch.tensor([7, 0, 259, 31], dtype=torch.int32)
     found = tensors(own=(4 if reduced else VOCABULARY) if own else 0)
     save(tmp_path, found | ({"ids": ids} if reduced else {}))
-    heads = load_medusa(tmp_path, target, matrix)
+    heads = load_medusa(tmp_path, matrix)
     assert heads.config == MedusaConfig(2, 2, HIDDEN, 2, ((0.5, 0.2), (0.3, 0.1)))
     assert (heads.ids is None) != reduced
     output = [found["0.2.weight"], found["1.2.weight"]] if own else matrix
@@ -86,7 +86,7 @@ def test_round_trip(target: Target, matrix: Any, tmp_path: Path, reduced: bool, 
 
 def test_half_precision_is_read_as_float32(target: Target, matrix: Any, tmp_path: Path) -> None:
     save(tmp_path, {name: tensor.half() for name, tensor in tensors().items()})
-    heads = load_medusa(tmp_path, target, matrix)
+    heads = load_medusa(tmp_path, matrix)
     assert heads.first.weight.dtype == heads.heads[0].weight.dtype == torch.float32
 
 
@@ -103,7 +103,7 @@ def test_published_folders(
         save_file(renamed, tmp_path / name)
     published = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "x"}
     (tmp_path / "config.json").write_text(json.dumps(published))
-    heads = load_medusa(tmp_path, target, matrix)
+    heads = load_medusa(tmp_path, matrix)
     assert (heads.config.heads, heads.config.layers, heads.config.top_k) == (3, 1, 10)
     assert heads.tree(16).nodes == 16
     hidden = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(2))
@@ -154,7 +154,7 @@ def test_broken_tensors(target: Target, matrix: Any, tmp_path: Path, case: str) 
     edit, message = BROKEN[case]
     save(tmp_path, edit(tensors()))
     with pytest.raises(ForerunError, match=message) as error:
-        load_medusa(tmp_path, target, matrix)
+        load_medusa(tmp_path, matrix)
     assert "\n" not in str(error.value) and WEIGHTS in str(error.value)
 
 
@@ -177,7 +177,7 @@ def test_broken_facts(target: Target, matrix: Any, tmp_path: Path, case: str) ->
     facts, message = FACTS[case]
     save(tmp_path, tensors(), **facts)
     with pytest.raises(ForerunError, match=message):
-        load_medusa(tmp_path, target, matrix)
+        load_medusa(tmp_path, matrix)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\x00"])
@@ -185,7 +185,7 @@ def test_broken_json(target: Target, matrix: Any, tmp_path: Path, text: str) -> 
     save(tmp_path, tensors())
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ForerunError, match=r"config\.json"):
-        load_medusa(tmp_path, target, matrix)
+        load_medusa(tmp_path, matrix)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 200, -10])
@@ -194,7 +194,7 @@ def test_truncated_file(target: Target, matrix: Any, tmp_path: Path, kept: int) 
     content = (tmp_path / WEIGHTS).read_bytes()
     (tmp_path / WEIGHTS).write_bytes(content[:kept])
     with pytest.raises(ForerunError, match="damaged"):
-        load_medusa(tmp_path, target, matrix)
+        load_medusa(tmp_path, matrix)
 
 
 class _Evil:
@@ -206,22 +206,22 @@ class _Evil:
 def test_pickles_run_no_code(target: Target, matrix: Any, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "medusa_lm_head.pt").write_bytes(content)
     with pytest.raises(ForerunError, match=r"medusa_lm_head\.pt"):
-        load_medusa(tmp_path, target, matrix)
+        load_medusa(tmp_path, matrix)
     assert not Path("/tmp/forerun-was-here").exists()
 
 
 def test_pickle_of_something_else(target: Target, matrix: Any, tmp_path: Path) -> None:
     torch.save({"0.0.linear.weight": 3}, tmp_path / "medusa_lm_head.pt")
     with pytest.raises(ForerunError, match=r"'0\.0\.linear\.weight' is not a tensor"):
-        load_medusa(tmp_path, target, matrix)
+        load_medusa(tmp_path, matrix)
     torch.save([1, 2], tmp_path / "medusa_lm_head.pt")
     with pytest.raises(ForerunError, match="holds no tensors"):
-        load_medusa(tmp_path, target, matrix)
+        load_medusa(tmp_path, matrix)
 
 
 def test_nothing_there(target: Target, matrix: Any, tmp_path: Path) -> None:
     with pytest.raises(ForerunError, match="no Medusa heads: expected one of"):
-        load_medusa(tmp_path, target, matrix)
+        load_medusa(tmp_path, matrix)
 
 
 def test_saving_leaves_no_partial_file(tmp_path: Path) -> None:

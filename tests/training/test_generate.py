@@ -30,7 +30,7 @@ def alone(target: Target, request: Request, limit: int, stop: int) -> tuple[list
     while len(answer) < limit and (not answer or answer[-1] != stop):
         count = len(tokens)
         positions = torch.arange(count)[None]
-        pending = torch.zeros(2, 2, 1, 2, 0, 8)
+        pending = target.no_pending(1)
         mask = torch.ones(count, count, dtype=torch.bool).tril()[None]
         rows = Rows(positions, torch.zeros(1, dtype=torch.int64), pending, mask)
         caches = target.empty_caches(1, count)

@@ -59,7 +59,7 @@ def test_heads_learn(tiny_checkpoint: Any, tiny_target: Any, tmp_path: Path) -> 
     assert not (tmp_path / CHECKPOINT).exists()
     # The shipped folder proposes what was measured.
     target = Target(*tiny_target, 64)
-    heads = load_medusa(tmp_path, target, vocabulary_matrix(tiny_checkpoint))
+    heads = load_medusa(tmp_path, vocabulary_matrix(tiny_checkpoint))
     held_out = counting_data(tiny_checkpoint).held_out
     features = heads.features(held_out.states.float())
     choices = heads.ids[heads.heads[0](features).argmax(-1)]
