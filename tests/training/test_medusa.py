@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 
 from forerun.errors import ForerunError  # noqa: E402
 from forerun.models.medusa_folder import load_medusa  # noqa: E402
-from forerun.models.target import Target  # noqa: E402
 from forerun.runtime.tree import Tree, best_tree  # noqa: E402
 from forerun.training import medusa as module  # noqa: E402
 from forerun.training.data import Answers, Data  # noqa: E402
@@ -26,9 +25,7 @@ from forerun.training.medusa import (  # noqa: E402
     vocabulary_matrix,
 )
 
-TRAINING = MedusaTraining(
-    *(3, 2, 30, 64, 5e-3), draft_vocabulary=40, loss_vocabulary=40, save_every=7, dtype="float32"
-)
+TRAINING = MedusaTraining(*(3, 2, 30, 64, 5e-3), draft_vocabulary=40, save_every=7, dtype="float32")
 
 
 def counting(checkpoint: Any, answers: int, seed: int, noise: float = 0.3) -> Answers:
@@ -58,7 +55,6 @@ def test_heads_learn(tiny_checkpoint: Any, tiny_target: Any, tmp_path: Path) -> 
     assert any("tau chain" in line for line in lines)
     assert not (tmp_path / CHECKPOINT).exists()
     # The shipped folder proposes what was measured.
-    target = Target(*tiny_target, 64)
     heads = load_medusa(tmp_path, vocabulary_matrix(tiny_checkpoint))
     held_out = counting_data(tiny_checkpoint).held_out
     features = heads.features(held_out.states.float())
