@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -249,6 +252,20 @@ def share_zero_points(graph: ir.Graph) -> None:
         node.replace_input_with(2, first)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter warns of torchvision's absence and of its own deprecations: no user's concern."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def export_step(step: Step, path: Path, fixed: Mapping[str, int] | None = None) -> Signature:
     """Write the step to `path` (`.onnx`), weights beside it in `path` + `.data`.
 
@@ -260,18 +277,19 @@ def export_step(step: Step, path: Path, fixed: Mapping[str, int] | None = None) 
         {place: dims[axis] for place, axis in enumerate(axes) if isinstance(axis, str)}
         for axes, _ in facts.inputs.values()
     )
-    program = torch.export.export(
-        FlatStep(step).eval(), trace_inputs(facts), dynamic_shapes=(shapes,), strict=False
-    )
-    onnx_program = torch.onnx.export(
-        program,
-        dynamo=True,
-        opset_version=OPSET,
-        input_names=list(facts.inputs),
-        output_names=list(facts.outputs),
-        custom_translation_table=dict(TRANSLATIONS),
-        verbose=False,
-    )
+    with _quiet():
+        program = torch.export.export(
+            FlatStep(step).eval(), trace_inputs(facts), dynamic_shapes=(shapes,), strict=False
+        )
+        onnx_program = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=list(facts.inputs),
+            output_names=list(facts.outputs),
+            custom_translation_table=dict(TRANSLATIONS),
+            verbose=False,
+        )
     assert onnx_program is not None
     branches_as_loops(onnx_program.model.graph)
     share_zero_points(onnx_program.model.graph)

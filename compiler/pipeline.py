@@ -173,10 +173,17 @@ def _write_texts(bundle: Bundle) -> None:
 
 
 def calibration_texts(bundle: Bundle) -> list[list[int]]:
-    """The calibration conversations that ship with forerun, as this target's tokens."""
+    """The calibration conversations that ship with forerun, as this target's tokens.
+
+    A target without a chat template reads the turns as plain text.
+    """
     conversations = resources.files("forerun.compiler").joinpath("calibration.jsonl")
     with resources.as_file(conversations) as path:
-        return [encode_prompt(bundle, prompt.content) for prompt in read_prompts(path)]
+        prompts = read_prompts(path)
+    if bundle.chat_template is None:
+        turns = ("\n".join(turn["content"] for turn in prompt.messages or ()) for prompt in prompts)
+        return [encode_prompt(bundle, text) for text in turns]
+    return [encode_prompt(bundle, prompt.content) for prompt in prompts]
 
 
 def _build_tensorrt(
