@@ -65,7 +65,7 @@ def synthesize_command(
 @click.option("--data", type=PATH, required=True, multiple=True, help="Data folder; repeatable.")
 @click.option("-o", "--output", type=PATH, required=True, help="Folder of the drafter.")
 @click.option("--heads", type=click.IntRange(1, 16), default=4, show_default=True)
-@click.option("--layers", type=click.IntRange(1, 8), default=2, show_default=True)
+@click.option("--layers", type=click.IntRange(1, 8), default=3, show_default=True)
 @click.option("--epochs", type=click.IntRange(1), default=4, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=1024, show_default=True)
 @click.option("--rate", type=click.FloatRange(0, min_open=True), default=1e-3, show_default=True)

@@ -28,7 +28,7 @@ class MedusaTraining:
     """Shape of the heads and how they are trained."""
 
     heads: int = 4
-    layers: int = 2
+    layers: int = 3
     epochs: int = 4
     batch: int = 1024
     """Answer positions a step."""
