@@ -182,7 +182,8 @@ def signature(step: Step, fixed: Mapping[str, int] | None = None) -> Signature:
         dtype = torch.bool if name in BOOL else torch.float32 if name in FLOAT else torch.int64
         inputs[name] = (resolve(axes), real if name == "pending" else dtype)
     for name in cache_names(config.num_layers):
-        inputs[name] = (resolve(("batch", "kv_heads", "slots", "head_dim")), real)
+        dtype = step.target.value_dtype if name.startswith("values") else real
+        inputs[name] = (resolve(("batch", "kv_heads", "slots", "head_dim")), dtype)
     states = step.drafter.states()
     for state in states:
         inputs[state.name] = (resolve(state.shape), state.dtype)

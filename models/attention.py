@@ -17,6 +17,8 @@ class Attention:
     """(mask `[B, T, S]` bool, query heads a group, dtype) -> the mask as `attend` takes it."""
     attend: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
     """(query `[B, h, T, D]`, keys, values `[B, kv, S, D]`, prepared mask, scale) -> `[B, h, T, D]`."""
+    wide_values: bool = False
+    """Whether the value cache is float64."""
 
 
 def _grouped_mask(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
@@ -33,6 +35,10 @@ def _grouped(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: f
     Measured on ONNX Runtime's CPU provider: a row's result does not depend, bit for bit, on how
     many rows or cache slots there are, as long as the matrix has two rows or more (with a single
     row another kernel runs); and it takes half the time of folding every row into the batch.
+
+    What is summed over slots is summed in float64. A drafted token lies in another slot than the
+    same token decoded plainly (its siblings and unused pending slots are in between), so a float32
+    sum would be split otherwise and differ by 1e-7; that is enough to flip an int8 rounding.
     """
     batch, heads, rows, dim = query.shape
     kv_heads = keys.shape[1]
@@ -41,7 +47,8 @@ def _grouped(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: f
     if group == 1:  # T may be 1: a second row keeps the kernel the same
         stacked = torch.cat([stacked, stacked[:, :, :1]], dim=2)
     scores = (stacked * scale) @ keys.transpose(-1, -2) + bias
-    out = torch.softmax(scores, dim=-1) @ values
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True)).to(values.dtype)
+    out = ((weights @ values) / weights.sum(-1, keepdim=True)).to(query.dtype)
     if group == 1:
         out = out[:, :, :-1]
     return out.reshape(batch, kv_heads, group, rows, dim).flatten(1, 2)
@@ -64,7 +71,7 @@ def _bool_mask(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 
 
 ATTENTIONS: dict[str, Attention] = {
-    "grouped": Attention(_grouped_mask, _grouped),
+    "grouped": Attention(_grouped_mask, _grouped, wide_values=True),
     "fused": Attention(_bool_mask, _fused),
     # For eager batches: on a CPU in bfloat16 a seventh faster than the engines' forms.
     "torch": Attention(_bool_mask, _torch),

@@ -96,7 +96,8 @@ class Block(nn.Module):
         """`x` `[B * T, H]` -> (x, key cache, value cache, new keys and values `[B, kv, T, D]`)."""
         query, key, value = self.project(self.input_norm(x), rows, rope)
         keys = update(keys, torch.cat([pending[0], key], dim=2), rows.write_index)
-        values = update(values, torch.cat([pending[1], value], dim=2), rows.write_index)
+        new_values = torch.cat([pending[1], value], dim=2).to(values.dtype)
+        values = update(values, new_values, rows.write_index)
         mask = rows.window_mask if self.slides and rows.window_mask is not None else rows.mask
         mixed = attention.attend(query, keys, values, mask, self.config.head_dim**-0.5)
         x = x + self.output(mixed.transpose(1, 2).reshape(-1, self.config.num_heads * mixed.shape[3]))
@@ -189,14 +190,19 @@ class Target(nn.Module):
         )
 
     def empty_caches(self, batch: int, slots: int) -> Caches:
-        """Zeroed caches of `slots` slots, in the module's dtype and on its device."""
+        """Zeroed caches of `slots` slots, on the module's device."""
         config = self.config
         shape = (batch, config.num_kv_heads, slots, config.head_dim)
 
-        def zeros() -> list[Tensor]:
-            return [self.cos.new_zeros(shape) for _ in range(config.num_layers)]
+        def zeros(dtype: torch.dtype) -> list[Tensor]:
+            return [self.cos.new_zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
 
-        return Caches(zeros(), zeros())
+        return Caches(zeros(self.cos.dtype), zeros(self.value_dtype))
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """The value cache's dtype; everything else has the module's."""
+        return torch.float64 if self.attention.wide_values else self.cos.dtype
 
 
 class TiedHead(nn.Module):

@@ -26,7 +26,7 @@ try:
 except ImportError as error:
     raise MissingDependencyError("onnxruntime", "cpu", "running an ort bundle") from error
 
-BUCKET = 256
+BUCKET = 128
 """Cache slots are added in multiples of this. A multiple of every vector and block length in use,
 so that unused slots change no bit of a result."""
 
@@ -35,6 +35,7 @@ Array = NDArray[Any]
 NUMPY_TYPES = {
     "tensor(int64)": np.int64,
     "tensor(float)": np.float32,
+    "tensor(double)": np.float64,
     "tensor(float16)": np.float16,
     "tensor(bool)": np.bool_,
 }
@@ -149,10 +150,9 @@ class OrtEngine:
         old, kept = self.caches, self.slots
         self.slots = -(-slots // self.bucket) * self.bucket
         facts = self.manifest.target
-        real = NUMPY_TYPES[self.inputs["pending"].type]
+        shape = (1, facts.num_kv_heads, self.slots, facts.head_dim)
         self.caches = {
-            name: np.zeros((1, facts.num_kv_heads, self.slots, facts.head_dim), real)
-            for name in self.cache_names
+            name: np.zeros(shape, NUMPY_TYPES[self.inputs[name].type]) for name in self.cache_names
         }
         for name, cache in old.items():
             self.caches[name][:, :, :kept] = cache

@@ -113,7 +113,7 @@ def test_caches_equal_a_fresh_prefill(make_target, make_medusa, run_step, kind, 
             )
             torch.testing.assert_close(
                 run.last.pending[0].unflatten(0, (-1, 2, 2))[layer, part, :, :pending],
-                new_[layer][0, :, length : length + pending],
+                new_[layer][0, :, length : length + pending].float(),
                 atol=1e-4,
                 rtol=1e-4,
             )
