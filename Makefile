@@ -62,7 +62,7 @@ format: install
 
 # mypy sees the packages under their installed names only in an installed wheel.
 types: install
-	rm -rf $(BUILD)/types
+	rm -rf $(BUILD)/types $(BUILD)/lib
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --target $(BUILD)/types .
 	cd $(BUILD)/types && $(abspath $(BIN))/mypy --config-file $(abspath pyproject.toml) -p forerun
 

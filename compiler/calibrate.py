@@ -1,11 +1,10 @@
-"""What the linear layers read on real text: the statistics that rounding and smoothing work with."""
+"""What the linear layers read on real text: what rounding and smoothing work with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from forerun.compiler.certificate import float32_logits
@@ -46,9 +45,7 @@ def input_hessians(target: Target, texts: Sequence[Sequence[int]]) -> dict[str, 
         return add
 
     layers = linears(target)
-    handles = [
-        layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()
-    ]
+    handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
     try:
         for text in texts:
             float32_logits(target, text)

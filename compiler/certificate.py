@@ -1,4 +1,4 @@
-"""What `forerun verify` compares a bundle with, written while torch and the checkpoint are at hand."""
+"""What `forerun verify` compares a bundle with, written while torch is at hand."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def write_reference(
         logprobs[row, : len(sequence)] = best.values.numpy()
     save_file(
         {
-            "tokens": np.stack([np.pad(s, (0, width - len(s))) for s in sequences]).astype(np.int64),
+            "tokens": np.stack([np.pad(s, (0, width - len(s))) for s in sequences]).astype(
+                np.int64
+            ),
             "start": np.asarray(starts, np.int64),
             "length": np.asarray([len(s) for s in sequences], np.int64),
             "ids": ids_out,

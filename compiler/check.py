@@ -30,7 +30,7 @@ class Tolerance:
     absolute: float
     relative: float
     statistic: str
-    """Of the differences over an output: `max`, or `mean` where single values may flip a rounding."""
+    """Over an output's differences: `max`, or `mean` where single values may flip a rounding."""
 
 
 TOLERANCES = {
@@ -47,7 +47,7 @@ MAX_DIVERGENCE = 0.05
 def check_onnx(
     step: Step, facts: Signature, path: Path, prompt: Sequence[int], tree: Tree, precision: str
 ) -> float:
-    """A prefill and two steps over `tree`, each fed the eager state; -> the largest logit difference.
+    """A prefill and two steps over `tree`, fed the eager state; -> the largest logit difference.
 
     Real outputs must lie within `TOLERANCES` (polygraphy's comparator), and tokens be equal: in
     float32 always, else where the eager margin between the two best logits exceeds the difference.
@@ -114,8 +114,9 @@ def _named(
 
 
 def _log_probabilities(logits: Array) -> Array:
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    shifted: Array = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    normalised: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return normalised
 
 
 def _divergence(expected: Array, found: Array) -> float:

@@ -1,4 +1,4 @@
-"""The step run eagerly in torch, a call at a time: the reference for whatever is exported from it."""
+"""The step run eagerly in torch, a call at a time: the reference for what is exported from it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ class EagerStep:
         self.caches = step.target.empty_caches(1, slots)
         sizes = {"batch": 1, "slots": slots}
         self.states = [
-            torch.zeros([sizes.get(str(axis), axis) for axis in spec.shape], dtype=spec.dtype)
+            torch.zeros(
+                [sizes[axis] if isinstance(axis, str) else axis for axis in spec.shape],
+                dtype=spec.dtype,
+            )
             for spec in step.drafter.states()
         ]
         self.slots, self.limit = slots, limit
 
-    def prefill_inputs(self, tokens: Sequence[int], verify: Sequence[int], next_tree: Tree) -> StepInputs:
+    def prefill_inputs(
+        self, tokens: Sequence[int], verify: Sequence[int], next_tree: Tree
+    ) -> StepInputs:
         """A prefill of `tokens` into empty caches, of which the nodes `verify` are verified."""
         count = len(tokens)
         return StepInputs(
@@ -48,7 +53,7 @@ class EagerStep:
         )
 
     def step_inputs(self, before: StepInputs, outputs: StepOutputs, tree: Tree) -> StepInputs:
-        """The step that follows `outputs`: verifies the `tree` that was drafted, drafts the same."""
+        """The step after `outputs`: verifies the `tree` that was drafted, drafts the same."""
         return replace(
             before,
             tokens=outputs.next_tokens,

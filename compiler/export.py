@@ -255,7 +255,7 @@ def share_zero_points(graph: ir.Graph) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter warns of torchvision's absence and of its own deprecations: no user's concern."""
+    """The exporter warns of torchvision's absence and its own deprecations: no user's concern."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -60,8 +60,8 @@ class CompileOptions:
             )
         if self.capacity < 2 * self.chunk:
             raise ForerunError(
-                f"capacity {self.capacity} does not hold two prefill chunks of {self.chunk} tokens: "
-                "raise --capacity"
+                f"capacity {self.capacity} does not hold two prefill chunks of {self.chunk} "
+                "tokens: raise --capacity"
             )
         if any(nodes < 1 or nodes > self.chunk for nodes in self.trees):
             raise ForerunError(f"a tree has 1 to {self.chunk} nodes: --tree {max(self.trees)}")

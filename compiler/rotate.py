@@ -34,11 +34,16 @@ RESIDUAL_WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 class ModelShape(Protocol):
     """The sizes that the rewrites need, as every model config of the project has them."""
 
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
 
 
 def mixing_matrix(size: int, generator: torch.Generator) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TreeRows:
-    """The draft tree's shape, T nodes of which R are verified (in a step, all; in prefill, the last)."""
+    """The draft tree's shape: T nodes, of which R are verified (in a prefill only the last)."""
 
     depth: Tensor  # [B, T] int64, 0 at the root
     ancestors: Tensor  # [B, T, T] bool, itself included
@@ -34,8 +34,8 @@ def accept(
 
     `tokens` `[B, R]` are the verified nodes' own, `chosen` `[B, R]` the target's choice after each.
     Without loops: a node is accepted if none of its ancestors mismatches, which is one product with
-    the ancestor matrix, and the deepest accepted node wins (siblings carry distinct tokens, so there
-    is one a depth). `allowed` `[B]` caps the count. `pending` is P.
+    the ancestor matrix, and the deepest accepted node wins (siblings carry distinct tokens, so
+    there is one a depth). `allowed` `[B]` caps the count. `pending` is P.
     """
     depth = tree.depth[:, tree.verify]  # [B, R]
     depth = depth - depth[:, :1]

@@ -16,7 +16,7 @@ class Attention:
     prepare: Callable[[Tensor, int, torch.dtype], Tensor]
     """(mask `[B, T, S]` bool, query heads a group, dtype) -> the mask as `attend` takes it."""
     attend: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
-    """(query `[B, h, T, D]`, keys, values `[B, kv, S, D]`, prepared mask, scale) -> `[B, h, T, D]`."""
+    """(query `[B, h, T, D]`, keys, values `[B, kv, S, D]`, mask, scale) -> `[B, h, T, D]`."""
     wide_values: bool = False
     """Whether the value cache is float64."""
 

@@ -43,9 +43,9 @@ class Int8Linear(nn.Module):
         # A row of zeros has scale 0 and whatever integers: the last product makes it 0 again.
         scale = rows.abs().amax(-1) * (1 / 127)  # [n]
         product = matmul_integer(quantize_rows(rows, scale), self.weight)  # [n, N] int32
-        y = product.to(torch.float32) * self.scale * scale[:, None]
+        y: Tensor = product.to(torch.float32) * self.scale * scale[:, None]
         y = y if self.bias is None else y + self.bias
-        return y if x.dim() == 2 else y.unflatten(0, x.shape[:-1])
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 class Int8Embedding(nn.Module):

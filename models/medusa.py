@@ -1,4 +1,4 @@
-"""Medusa heads (Cai et al., 2024): head i reads the last hidden state and predicts token t + 2 + i."""
+"""Medusa heads (Cai et al., 2024): head i reads the last hidden state, predicts token t + 2 + i."""
 
 from __future__ import annotations
 
@@ -26,10 +26,22 @@ class MedusaConfig:
     """`[heads][top_k]`: how often head i's k-th choice was the target's token."""
 
 
-class Medusa(Drafter):
-    """Residual blocks `x + silu(W x + b)` a head, then logits over the whole or a reduced vocabulary.
+class Residual(nn.Module):
+    """`x + silu(W x + b)`, a head's later layers."""
 
-    All heads are computed at once: `hidden` `[B, H]` -> `[B, heads, H]` -> `[B, heads, V']` -> top-k.
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        update: Tensor = self.linear(x)
+        return x + nn.functional.silu(update)
+
+
+class Medusa(Drafter):
+    """Residual blocks `x + silu(W x + b)` a head, then logits over a whole or reduced vocabulary.
+
+    All heads at once: `hidden` `[B, H]` -> `[B, heads, H]` -> `[B, heads, V']` -> top-k.
     """
 
     kind: ClassVar[str] = "medusa"
@@ -53,7 +65,7 @@ class Medusa(Drafter):
             torch.cat([linear.weight for linear in first], dim=1),
             None if biases[0] is None else torch.cat([b for b in biases if b is not None]),
         )
-        self.rest = nn.ModuleList(nn.ModuleList(block[1:]) for block in blocks)
+        self.rest = nn.ModuleList(nn.Sequential(*map(Residual, block[1:])) for block in blocks)
         self.heads = nn.ModuleList(heads)
         self.register_buffer("ids", ids)
 
@@ -61,25 +73,17 @@ class Medusa(Drafter):
         """`[B, H]` -> `[B, heads, H]`: each head's state before its vocabulary layer."""
         update = self.first(hidden).reshape(hidden.shape[0], self.config.heads, -1)
         x = hidden[:, None] + nn.functional.silu(update)
-        if not len(self.rest[0]):
+        if self.config.layers == 1:
             return x
-        rows = []
-        for head, block in enumerate(self.rest):
-            row = x[:, head]
-            for layer in block:
-                row = row + nn.functional.silu(layer(row))
-            rows.append(row)
-        return torch.stack(rows, dim=1)
+        return torch.stack([rest(x[:, head]) for head, rest in enumerate(self.rest)], dim=1)
 
     def draft(self, committed: Committed, states: list[Tensor]) -> Tensor:
         features = self.features(committed.hidden)
         if len(self.heads) == 1:
             logits = self.heads[0](features)  # [B, heads, V']
         else:
-            logits = torch.stack(
-                [head(features[:, i]) for i, head in enumerate(self.heads)], dim=1
-            )
-        choices = logits.to(torch.float32).topk(self.config.top_k, dim=-1).indices
+            logits = torch.stack([head(features[:, i]) for i, head in enumerate(self.heads)], dim=1)
+        choices: Tensor = logits.to(torch.float32).topk(self.config.top_k, dim=-1).indices
         if self.ids is not None:
             choices = self.ids[choices]
         return choices.flatten(1)

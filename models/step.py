@@ -1,9 +1,9 @@
 """The step: target forward over the draft tree, acceptance, lazy commit, next draft, as one module.
 
-Contract version 1. A step's inputs and outputs are named here and nowhere else; the compiler exports
-them under these names and the runtime binds them by name. Symbols: B rows, T tree nodes, R verified
-nodes (T in a step, 1 in a prefill), N nodes of the next tree, P pending slots (0 going into a
-prefill), S cache slots, U positions that have uniforms.
+Contract version 1. A step's inputs and outputs are named here; the compiler exports them under
+these names and the runtime binds them by name. Symbols: B rows, T tree nodes, R verified nodes (T
+in a step, 1 in a prefill), N nodes of the next tree, P pending slots (0 going into a prefill), S
+cache slots, U positions that have uniforms.
 
 A prefill is a step too: its tree is the chain of the chunk's tokens, of which only the last node is
 verified, and nothing is pending. What lies above the first verified node is committed in place.
@@ -92,9 +92,7 @@ class Step(nn.Module):
         accepted = accept(
             inputs.tokens[:, inputs.verify], chosen, tree, self.pending, inputs.limit - first
         )
-        committed, states, next_tokens = self._draft(
-            inputs, positions, hidden, accepted, first, states
-        )
+        states, next_tokens = self._draft(inputs, positions, hidden, accepted, first, states)
         outputs = StepOutputs(
             emitted=accepted.emitted,
             count=accepted.count,
@@ -106,7 +104,7 @@ class Step(nn.Module):
         return outputs, caches, states
 
     def _rows(self, inputs: StepInputs, positions: Tensor, slots: int) -> Rows:
-        """Which cache slots each node attends to: what is committed, what is pending, its ancestors."""
+        """Which slots each node attends to: what is committed, what is pending, its ancestors."""
         slot = torch.arange(slots, device=positions.device)[None, None]  # [1, 1, S]
         length = inputs.length[:, None, None]
         pending = inputs.pending.shape[2]
@@ -139,7 +137,7 @@ class Step(nn.Module):
         accepted: Accepted,
         first: Tensor,
         states: list[Tensor],
-    ) -> tuple[Committed, list[Tensor], Tensor]:
+    ) -> tuple[list[Tensor], Tensor]:
         """The drafter's state after this step, and the next tree's tokens `[B, N]`."""
         last = (accepted.count - 1).clamp(min=0)[:, None]  # [B, 1]
         root = accepted.emitted.gather(1, last)[:, 0]
@@ -158,7 +156,7 @@ class Step(nn.Module):
         )
         states = self.drafter.remember(committed, states)
         if self.drafter.candidates == 0:
-            return committed, states, root[:, None][:, inputs.slots]
+            return states, root[:, None][:, inputs.slots]
         names = [field.name for field in fields(Committed)]
 
         def draft(*tensors: Tensor) -> Tensor:
@@ -171,7 +169,7 @@ class Step(nn.Module):
         operands = (*(getattr(committed, name) for name in names), *states)
         drafted = branch(inputs.drafting, draft, skip, operands)
         candidates = torch.cat([root[:, None], drafted], dim=1)
-        return committed, states, candidates[:, inputs.slots]
+        return states, candidates[:, inputs.slots]
 
 
 def select_rows(path: Tensor, verify: Tensor, written: Tensor) -> Tensor:

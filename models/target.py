@@ -69,7 +69,9 @@ class Block(nn.Module):
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
         shape = (*rows.positions.shape, heads + 2 * kv_heads, config.head_dim)
-        both, value = self.qkv(x).reshape(shape).transpose(1, 2).split([heads + kv_heads, kv_heads], 1)
+        both, value = (
+            self.qkv(x).reshape(shape).transpose(1, 2).split([heads + kv_heads, kv_heads], 1)
+        )
         if config.qk_norm:
             query, key = both.split([heads, kv_heads], dim=1)
             both = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
@@ -100,7 +102,9 @@ class Block(nn.Module):
         values = update(values, new_values, rows.write_index)
         mask = rows.window_mask if self.slides and rows.window_mask is not None else rows.mask
         mixed = attention.attend(query, keys, values, mask, self.config.head_dim**-0.5)
-        x = x + self.output(mixed.transpose(1, 2).reshape(-1, self.config.num_heads * mixed.shape[3]))
+        x = x + self.output(
+            mixed.transpose(1, 2).reshape(-1, self.config.num_heads * mixed.shape[3])
+        )
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         x = x + self.down(nn.functional.silu(gate) * up)
         return x, keys, values, [key, value]
@@ -112,7 +116,7 @@ class Target(nn.Module):
     cos: Tensor
     sin: Tensor
     basis: Tensor | None
-    """`[H, H]`: takes hidden states back to the checkpoint's own basis, where weights were rotated."""
+    """`[H, H]`: takes hidden states of rotated weights back to the checkpoint's own basis."""
 
     def __init__(
         self,
@@ -126,7 +130,9 @@ class Target(nn.Module):
         self.config = config
         self.capacity = capacity
         self.attention = ATTENTIONS[attention]
-        self.embed: nn.Module = nn.Embedding.from_pretrained(weights["model.embed_tokens.weight"])
+        self.embed: nn.Module = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
+            weights["model.embed_tokens.weight"]
+        )
         self.blocks = nn.ModuleList(
             Block(config, layer, weights) for layer in range(config.num_layers)
         )
@@ -147,7 +153,7 @@ class Target(nn.Module):
         """
         x = self.embed(tokens.clamp(min=0)).flatten(0, 1)  # [B * T, H]: linear layers want a matrix
         rows = self._prepare(rows)
-        pending = rows.pending.split(self.config.num_kv_heads, dim=1)
+        pending = torch.split(rows.pending, self.config.num_kv_heads, dim=1)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         written: list[Tensor] = []
@@ -214,9 +220,8 @@ class TiedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.embed.weight  # type: ignore[assignment]
-        return matmul_transposed(x.reshape(-1, x.shape[-1]), weight).reshape(
-            *x.shape[:-1], weight.shape[0]
-        )
+        logits: Tensor = matmul_transposed(x.reshape(-1, x.shape[-1]), weight)
+        return logits.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def rms_norm(weight: Tensor, eps: float) -> nn.RMSNorm:

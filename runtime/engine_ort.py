@@ -159,9 +159,9 @@ class OrtEngine:
         for state in self.sets:
             for name in self.state_names:
                 value = self.inputs[name]
-                shape = [axis if isinstance(axis, int) else self.slots for axis in value.shape]
-                shape[0] = 1
-                grown: Array = np.zeros(shape, NUMPY_TYPES[value.type])
+                sizes = [axis if isinstance(axis, int) else self.slots for axis in value.shape]
+                sizes[0] = 1
+                grown: Array = np.zeros(sizes, NUMPY_TYPES[value.type])
                 if kept:
                     grown[tuple(slice(0, size) for size in state[name].shape)] = state[name]
                 state[name] = grown

@@ -33,7 +33,9 @@ class Tree:
             raise ForerunError("a draft tree's node 0 must have parent -1 and slot 0")
         for node, parent in enumerate(self.parents[1:], start=1):
             if not 0 <= parent < node:
-                raise ForerunError(f"draft tree node {node} has parent {parent}: not an earlier node")
+                raise ForerunError(
+                    f"draft tree node {node} has parent {parent}: not an earlier node"
+                )
         children = list(zip(self.parents[1:], self.slots[1:], strict=True))
         if len(set(children)) != len(children) or any(slot < 1 for slot in self.slots[1:]):
             raise ForerunError("a draft tree's siblings must carry distinct slots, from 1 on")

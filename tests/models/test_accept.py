@@ -90,7 +90,10 @@ def test_a_child_is_never_accepted_without_its_parent():
 
 def test_rows_have_limits_of_their_own():
     rows = tree_rows([-1, 0, 1])
-    two = TreeRows(*(t.expand(2, *t.shape[1:]) for t in (rows.depth, rows.ancestors)),
-                   rows.verify, rows.parents.expand(2, -1))
+    two = TreeRows(
+        *(t.expand(2, *t.shape[1:]) for t in (rows.depth, rows.ancestors)),
+        rows.verify,
+        rows.parents.expand(2, -1),
+    )
     tokens, chosen = torch.tensor([[0, 1, 2]] * 2), torch.tensor([[1, 2, 3]] * 2)
     assert accept(tokens, chosen, two, 3, torch.tensor([2, -4])).count.tolist() == [2, 0]

@@ -116,7 +116,9 @@ def test_rows_mix_greedy_and_sampled():
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
-    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 2, (1, 8, 5000)).astype(np.float32))
+    logits = torch.from_numpy(
+        np.random.default_rng(1).normal(0, 2, (1, 8, 5000)).astype(np.float32)
+    )
     case = sampling(0.9, top_k=300, top_p=0.95)
     together = warp(logits, case)
     for row in range(8):

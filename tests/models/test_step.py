@@ -1,4 +1,4 @@
-"""The step: speculative equals plain, the caches equal a fresh prefill, rows don't see each other."""
+"""The step: speculative equals plain, caches equal a fresh prefill, rows are independent."""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ def tiny_folder(folder: Path, name: str, changes: dict, rope: dict | None = None
     from tokenizers import Tokenizer, models
 
     theta = {"rope_theta": 10000.0}
-    config = getattr(transformers, name)(**SIZES, **changes, rope_parameters=theta | (rope or ROPE["default"]))
+    config = getattr(transformers, name)(
+        **SIZES, **changes, rope_parameters=theta | (rope or ROPE["default"])
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
@@ -114,6 +116,4 @@ def test_smollm2_equals_transformers():
     target = Target(checkpoint.config, checkpoint.weights, 64).eval()
     # Logits of some tens, 30 layers: 1e-4 of their scale.
     scale = float(expected.abs().max())
-    torch.testing.assert_close(
-        float32_logits(target, tokens), expected, atol=1e-4 * scale, rtol=0
-    )
+    torch.testing.assert_close(float32_logits(target, tokens), expected, atol=1e-4 * scale, rtol=0)
