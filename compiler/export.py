@@ -123,6 +123,26 @@ def _sym_stride(x: Any, dim: int) -> Any:
     return op.ReduceProd(op.Shape(x, start=dim + 1), keepdims=0)
 
 
+def _threshold_without_loop(values: Any, measure: Any, wanted: Any) -> Any:
+    """The same search by sixteenths instead of halves, eight rounds unrolled.
+
+    For engines that refuse the loop; all fifteen cuts of a round are tried at once.
+    """
+    zero, last = op.Constant(value_float=0.0), op.Constant(value_ints=[-1])
+    cuts = op.Constant(value_floats=[float(cut) for cut in range(1, 16)])
+    rows = op.Unsqueeze(values, op.Constant(value_ints=[-2]))  # [B, R, 1, V]
+    measures = op.Unsqueeze(measure, op.Constant(value_ints=[-2]))
+    low = op.Expand(op.Constant(value_float=-SPAN), op.Shape(wanted))  # [B, R, 1]
+    for turn in range(1, 9):
+        width = op.Constant(value_float=SPAN / 16**turn)
+        middles = op.Add(low, op.Mul(cuts, width))  # [B, R, 15]
+        above = op.GreaterOrEqual(rows, op.Unsqueeze(middles, last))  # [B, R, 15, V]
+        kept = op.ReduceSum(op.Where(above, measures, zero), last, keepdims=0)
+        enough = op.Cast(op.GreaterOrEqual(kept, wanted), to=int(ir.DataType.FLOAT))
+        low = op.Add(low, op.Mul(op.ReduceSum(enough, last, keepdims=1), width))
+    return op.Where(op.Greater(wanted, zero), low, op.Constant(value_float=float("-inf")))
+
+
 TRANSLATIONS: Mapping[Any, Any] = {
     torch.ops.forerun.tensor_scatter.default: _tensor_scatter,
     torch.ops.forerun.quantize_rows.default: _quantize_rows,
@@ -267,11 +287,17 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def export_step(step: Step, path: Path, fixed: Mapping[str, int] | None = None) -> Signature:
+def export_step(
+    step: Step, path: Path, fixed: Mapping[str, int] | None = None, loops: bool = True
+) -> Signature:
     """Write the step to `path` (`.onnx`), weights beside it in `path` + `.data`.
 
-    `fixed` gives sizes to symbols that an engine can't leave open.
+    `fixed` gives sizes to symbols that an engine can't leave open; without `loops` the graph holds
+    no `Loop`.
     """
+    translations = dict(TRANSLATIONS)
+    if not loops:
+        translations[torch.ops.forerun.threshold.default] = _threshold_without_loop
     facts = signature(step, fixed)
     dims = {name: Dim(name, min=2, max=1 << 20) for name in TRACE_SIZES}
     shapes = tuple(
@@ -288,7 +314,7 @@ def export_step(step: Step, path: Path, fixed: Mapping[str, int] | None = None) 
             opset_version=OPSET,
             input_names=list(facts.inputs),
             output_names=list(facts.outputs),
-            custom_translation_table=dict(TRANSLATIONS),
+            custom_translation_table=translations,
             verbose=False,
         )
     assert onnx_program is not None

@@ -24,13 +24,15 @@ class EngineKind:
     """The first one is the default."""
     attention: str
     static_slots: bool
+    branches: bool
+    """Whether the graph may hold `If` and `Loop`: TensorRT-RTX 1.7.1 crashes on them at size."""
     package: str
 
 
 ENGINE_KINDS: dict[str, EngineKind] = {
-    "ort": EngineKind(("int8", "fp32"), "grouped", False, "onnxruntime"),
-    "tensorrt-rtx": EngineKind(("fp16", "fp32"), "fused", True, "tensorrt-rtx"),
-    "tensorrt": EngineKind(("fp16", "fp32"), "fused", True, "tensorrt"),
+    "ort": EngineKind(("int8", "fp32"), "grouped", False, True, "onnxruntime"),
+    "tensorrt-rtx": EngineKind(("fp16", "fp32"), "fused", True, False, "tensorrt-rtx"),
+    "tensorrt": EngineKind(("fp16", "fp32"), "fused", True, False, "tensorrt"),
 }
 
 

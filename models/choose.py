@@ -25,14 +25,17 @@ class Sampling:
     top_p: Tensor  # [B] float32; 1 is off
 
 
-def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+def choose(logits: Tensor, sampling: Sampling, uniform: Tensor, branching: bool = True) -> Tensor:
     """Arg-max at temperature 0, else inverse-CDF sampling; uniforms are `[B, R]`.
 
-    `[B, R, V]` -> `[B, R]`. A greedy call doesn't pay for sampling: that is a branch not taken.
+    `[B, R, V]` -> `[B, R]`. A greedy call doesn't pay for sampling, which is a branch not
+    taken, where the engine is `branching`.
     """
     logits = logits.to(torch.float32)
     greedy = logits.argmax(-1)
     tensors = (greedy, logits, sampling.temperature, sampling.top_k, sampling.top_p, uniform)
+    if not branching:
+        return _mixed(*tensors)
     return branch(sampling.temperature.amax(0) > 0, _mixed, _greedy, tensors)
 
 

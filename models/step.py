@@ -64,6 +64,9 @@ OUTPUT_NAMES = tuple(field.name for field in fields(StepOutputs))
 class Step(nn.Module):
     """Target and drafter composed; `pending` is P, one for every step of a bundle."""
 
+    branching = True
+    """False computes sampling and drafting always, for an engine that can't branch around them."""
+
     def __init__(self, target: Target, drafter: Drafter, pending: int | None = None) -> None:
         super().__init__()
         self.target, self.drafter = target, drafter
@@ -88,7 +91,8 @@ class Step(nn.Module):
         places = (positions[:, inputs.verify] + 1).clamp(max=inputs.uniforms.shape[1] - 1)
         logits = self.target.head(hidden)
         sampling = Sampling(inputs.temperature, inputs.top_k, inputs.top_p)
-        chosen = choose(logits, sampling, inputs.uniforms.gather(1, places))
+        uniforms = inputs.uniforms.gather(1, places)
+        chosen = choose(logits, sampling, uniforms, self.branching)
         accepted = accept(
             inputs.tokens[:, inputs.verify], chosen, tree, self.pending, inputs.limit - first
         )
@@ -167,7 +171,10 @@ class Step(nn.Module):
             return torch.full_like(root[:, None], -1).expand(-1, self.drafter.candidates).clone()
 
         operands = (*(getattr(committed, name) for name in names), *states)
-        drafted = branch(inputs.drafting, draft, skip, operands)
+        if self.branching:
+            drafted = branch(inputs.drafting, draft, skip, operands)
+        else:
+            drafted = draft(*operands)
         candidates = torch.cat([root[:, None], drafted], dim=1)
         return states, candidates[:, inputs.slots]
 

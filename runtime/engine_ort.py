@@ -26,7 +26,7 @@ try:
 except ImportError as error:
     raise MissingDependencyError("onnxruntime", "cpu", "running an ort bundle") from error
 
-BUCKET = 128
+BUCKET = 64
 """Cache slots are added in multiples of this. A multiple of every vector and block length in use,
 so that unused slots change no bit of a result."""
 

@@ -193,8 +193,8 @@ def test_a_wrong_export_is_caught(tmp_path, options, monkeypatch):
     """The check sees a graph whose weights differ from the torch step's."""
     real = pipeline.export_step
 
-    def spoiled(step, path, fixed=None):
-        facts = real(step, path, fixed)
+    def spoiled(step, path, *rest):
+        facts = real(step, path, *rest)
         with torch.no_grad():
             step.target.blocks[1].down.weight.mul_(1.5)
         return facts
