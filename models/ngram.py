@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from forerun.models.drafter import NO_TOKEN, Committed, Drafter, StateSpec
-from forerun.runtime.tree import Tree
 
 
 class NGram(Drafter):
@@ -58,9 +57,6 @@ class NGram(Drafter):
         ahead = torch.arange(self.gamma, device=history.device)[None]
         drafted = history.gather(1, best + 1 + torch.remainder(ahead, period))
         return torch.where(found, drafted, NO_TOKEN)
-
-    def tree(self, nodes: int) -> Tree:
-        return Tree.chain(nodes)
 
     def max_depth(self) -> int:
         return self.gamma
