@@ -18,7 +18,6 @@ from forerun.runtime.bundle import Bundle
 from forerun.runtime.chat import encode_prompt
 from forerun.runtime.engine import Request, load_engine
 from forerun.runtime.prompts import Prompt
-from forerun.runtime.tree import Tree
 
 GOLDEN_FILE = "golden.safetensors"
 REFERENCE_FILE = "reference.safetensors"
@@ -31,7 +30,7 @@ def write_golden(step: Step, prompt: Sequence[int], folder: Path) -> None:
     """`tokens` int64 `[n]` and the torch step's `logits` float32 `[n, V]` after each of them."""
     tokens = list(prompt[:GOLDEN_TOKENS])
     eager = EagerStep(step, 2 * len(tokens))
-    outputs, _, _ = eager.run(eager.prefill_inputs(tokens, range(len(tokens)), Tree.chain(1)))
+    outputs, _, _ = eager.run(eager.prefill_inputs(tokens, range(len(tokens))))
     save_file(
         {
             "tokens": np.asarray(tokens, np.int64),
@@ -55,7 +54,7 @@ def write_reference(
     for prompt in prompts:
         ids = encode_prompt(bundle, prompt.content)
         answer = engine.prefill(Request(ids, len(ids) + ANSWER_TOKENS), 1)
-        while committed := engine.step(1):
+        while committed := engine.step(1)[0]:
             answer += committed
         sequences.append([*ids, *answer])
         starts.append(len(ids))
@@ -98,6 +97,6 @@ def float32_logits(target: Target, tokens: Sequence[int]) -> Tensor:
         mask=mask,
         window_mask=window,
     )
-    hidden, _, _ = target(torch.tensor([list(tokens)]), target.empty_caches(1, count), rows)
-    logits: Tensor = target.head(hidden)[0]
+    forward = target(torch.tensor([list(tokens)]), target.empty_caches(1, count), rows)
+    logits: Tensor = target.head(forward.hidden)[0]
     return logits

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from forerun.models.step import Step, StepInputs, StepOutputs
 from forerun.models.target import Caches
-from forerun.runtime.tree import Tree
+
+TREE_NAMES = ("depth", "ancestors", "parents")
 
 
 class EagerStep:
@@ -30,9 +31,12 @@ class EagerStep:
         self.slots, self.limit = slots, limit
 
     def prefill_inputs(
-        self, tokens: Sequence[int], verify: Sequence[int], next_tree: Tree
+        self, tokens: Sequence[int], verify: Sequence[int], nodes: int = 1
     ) -> StepInputs:
-        """A prefill of `tokens` into empty caches, of which the nodes `verify` are verified."""
+        """A prefill of `tokens` into empty caches, of which the nodes `verify` are verified.
+
+        It drafts a tree of `nodes` nodes.
+        """
         count = len(tokens)
         return StepInputs(
             tokens=torch.tensor([list(tokens)]),
@@ -43,30 +47,42 @@ class EagerStep:
             ancestors=torch.ones(1, count, count, dtype=torch.bool).tril(),
             verify=torch.tensor(list(verify)),
             parents=torch.tensor([[max(0, i - 1) for i in range(len(verify))]]),
-            slots=torch.tensor(next_tree.slots),
-            drafting=torch.tensor(next_tree.nodes > 1),
-            uniforms=torch.zeros(1, self.slots),
+            slots=self._slots(nodes),
+            forced=torch.full((1,), -1),
+            remembering=torch.tensor(nodes > 1),
+            drafting=torch.tensor(nodes > 1),
+            uniforms=torch.zeros(1, self.step.drafter.tables, self.slots),
             temperature=torch.zeros(1),
             top_k=torch.zeros(1, dtype=torch.int64),
             top_p=torch.ones(1),
             limit=torch.full((1,), self.limit),
         )
 
-    def step_inputs(self, before: StepInputs, outputs: StepOutputs, tree: Tree) -> StepInputs:
-        """The step after `outputs`: verifies the `tree` that was drafted, drafts the same."""
+    def step_inputs(self, before: StepInputs, outputs: StepOutputs) -> StepInputs:
+        """The step after `outputs`: verifies the tree that was drafted, drafts one like it."""
+        nodes = outputs.next_tokens.shape[1]
+        tree = self.step.drafter.tree(nodes)
+        if tree is None:
+            shape = {name: getattr(outputs, f"next_{name}") for name in TREE_NAMES}
+        else:
+            shape = {
+                "depth": torch.from_numpy(tree.depths)[None],
+                "ancestors": torch.from_numpy(tree.ancestors)[None],
+                "parents": torch.tensor([tree.parents]).clamp(min=0),
+            }
         return replace(
             before,
             tokens=outputs.next_tokens,
             length=outputs.next_length,
             pending_count=outputs.count,
             pending=outputs.next_pending,
-            depth=torch.from_numpy(tree.depths)[None],
-            ancestors=torch.from_numpy(tree.ancestors)[None],
-            verify=torch.arange(tree.nodes),
-            parents=torch.tensor([tree.parents]).clamp(min=0),
-            slots=torch.tensor(tree.slots),
-            drafting=torch.tensor(tree.nodes > 1),
+            verify=torch.arange(nodes),
+            **shape,
         )
+
+    def _slots(self, nodes: int) -> Tensor:
+        tree = self.step.drafter.tree(nodes)
+        return torch.arange(nodes) if tree is None else torch.tensor(tree.slots)
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> tuple[StepOutputs, Caches, list[Tensor]]:

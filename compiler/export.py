@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from onnxscript.values import Opset
 from torch import Tensor, nn
 from torch.export import Dim
 
+from forerun.models.drafter import GrowingDrafter
 from forerun.models.ops import ACTIVATION_ZERO, HALVINGS, SPAN
-from forerun.models.step import INPUT_NAMES, OUTPUT_NAMES, Step, StepInputs
+from forerun.models.step import GROWN_NAMES, INPUT_NAMES, OUTPUT_NAMES, Step, StepInputs
 from forerun.models.target import Caches
 
 OPSET = 24
@@ -47,8 +48,10 @@ INPUT_AXES: dict[str, tuple[str | int, ...]] = {
     "verify": ("verified",),
     "parents": ("batch", "verified"),
     "slots": ("next_nodes",),
+    "forced": ("batch",),
+    "remembering": (),
     "drafting": (),
-    "uniforms": ("batch", "uniform_positions"),
+    "uniforms": ("batch", "tables", "uniform_positions"),
     "temperature": ("batch",),
     "top_k": ("batch",),
     "top_p": ("batch",),
@@ -56,7 +59,7 @@ INPUT_AXES: dict[str, tuple[str | int, ...]] = {
 }
 """Each input's axes: symbols of `TRACE_SIZES`, facts of the target, or plain numbers."""
 
-BOOL = ("ancestors", "drafting")
+BOOL = ("ancestors", "remembering", "drafting")
 FLOAT = ("uniforms", "temperature", "top_p")
 
 
@@ -168,8 +171,7 @@ class FlatStep(nn.Module):
         values = list(tensors[head + layers : head + 2 * layers])
         states = list(tensors[head + 2 * layers :])
         outputs, caches, new_states = self.step(inputs, Caches(keys, values), states)
-        flat = (getattr(outputs, field.name) for field in fields(outputs))
-        return (*flat, *caches.keys, *caches.values, *new_states)
+        return (*outputs.named().values(), *caches.keys, *caches.values, *new_states)
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ def signature(step: Step, fixed: Mapping[str, int] | None = None) -> Signature:
         "cached_heads": config.num_layers * 2 * config.num_kv_heads,
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
+        "tables": step.drafter.tables,
     }
 
     def resolve(axes: tuple[str | int, ...]) -> tuple[str | int, ...]:
@@ -209,6 +212,7 @@ def signature(step: Step, fixed: Mapping[str, int] | None = None) -> Signature:
         inputs[state.name] = (resolve(state.shape), state.dtype)
     outputs = (
         *OUTPUT_NAMES,
+        *(GROWN_NAMES if isinstance(step.drafter, GrowingDrafter) else ()),
         *cache_names(config.num_layers, "new_"),
         *(f"new_{state.name}" for state in states),
     )
@@ -273,6 +277,13 @@ def share_zero_points(graph: ir.Graph) -> None:
         node.replace_input_with(2, first)
 
 
+def name_axes(graph: ir.Graph, facts: Signature) -> None:
+    """Give the inputs' symbolic axes the names of `facts` instead of the exporter's own."""
+    for value in graph.inputs:
+        assert value.name is not None
+        value.shape = ir.Shape(facts.inputs[value.name][0])
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter warns of torchvision's absence and its own deprecations: no user's concern."""
@@ -320,6 +331,7 @@ def export_step(
     assert onnx_program is not None
     branches_as_loops(onnx_program.model.graph)
     share_zero_points(onnx_program.model.graph)
+    name_axes(onnx_program.model.graph, facts)
     RemoveUnusedNodesPass()(onnx_program.model)
     onnx_program.save(str(path), external_data=True)
     return facts

@@ -22,7 +22,14 @@ from forerun.models.drafter import Drafter
 from forerun.models.drafters import DrafterSource, find_drafter, load_drafter
 from forerun.runtime.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, load_bundle, write_manifest
 from forerun.runtime.chat import encode_prompt
-from forerun.runtime.manifest import CONTRACT, DrafterFacts, EngineFacts, Manifest, TargetFacts
+from forerun.runtime.manifest import (
+    CONTRACT,
+    DrafterFacts,
+    EngineFacts,
+    Manifest,
+    StateFacts,
+    TargetFacts,
+)
 from forerun.runtime.prompts import read_prompts
 from forerun.runtime.tree import Tree
 
@@ -74,10 +81,10 @@ def _build(
 ) -> Manifest:
     """All stages, into `folder`."""
     kind, precision = options.kind, options.real_precision
-    drafter = load_drafter(source, checkpoint)
+    drafter = load_drafter(source, checkpoint, options.capacity)
     trees = _trees(options, drafter)
     manifest = _manifest(options, checkpoint, source, drafter, trees, digest)
-    default = trees[manifest.default_tree]
+    default = int(manifest.default_tree)
     bundle = Bundle(folder, manifest, checkpoint.tokenizer, checkpoint.chat_template)
     _write_texts(bundle)
     prompts = read_prompts(folder / PROMPTS_FILE)
@@ -106,14 +113,19 @@ def _build(
     return written
 
 
-def _trees(options: CompileOptions, drafter: Drafter) -> dict[str, Tree]:
+def _trees(options: CompileOptions, drafter: Drafter) -> dict[str, Tree | None]:
     """The trees asked for, as the drafter likes them, and the plain one."""
     if drafter.candidates == 0:
         return {"1": Tree.chain(1)}
     sizes = sorted({1, *(options.trees or (DEFAULT_NODES,))})
-    trees = {str(nodes): drafter.tree(nodes) for nodes in sizes}
+    trees: dict[str, Tree | None] = {str(nodes): drafter.tree(nodes) for nodes in sizes}
     for nodes, tree in trees.items():
-        if tree.depth > drafter.max_depth():
+        if tree is None and int(nodes) > drafter.candidates + 1:
+            raise ForerunError(
+                f"--tree {nodes}: the {drafter.kind} drafter proposes {drafter.candidates} nodes: "
+                f"ask for at most {drafter.candidates + 1}"
+            )
+        if tree is not None and tree.depth > drafter.max_depth():
             raise ForerunError(
                 f"--tree {nodes}: the {drafter.kind} drafter drafts {drafter.max_depth()} tokens "
                 f"deep, this tree is {tree.depth} deep: ask for at most {drafter.max_depth() + 1}"
@@ -126,7 +138,7 @@ def _manifest(
     checkpoint: Checkpoint,
     source: DrafterSource,
     drafter: Drafter,
-    trees: dict[str, Tree],
+    trees: dict[str, Tree | None],
     digest: str,
 ) -> Manifest:
     config = checkpoint.config
@@ -147,7 +159,13 @@ def _manifest(
             eos_token=checkpoint.eos_token,
             add_bos=checkpoint.add_bos,
         ),
-        drafter=DrafterFacts(source.kind, source.name, drafter.options()),
+        drafter=DrafterFacts(
+            source.kind,
+            source.name,
+            drafter.options(),
+            tuple(StateFacts(state.name, state.cache) for state in drafter.states()),
+            drafter.tables,
+        ),
         engine=EngineFacts(
             kind=options.engine,
             file=ENGINE_FILE if options.kind.static_slots else ONNX_FILE,

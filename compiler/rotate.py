@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from forerun.models.target import Basis
+
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
@@ -65,16 +67,15 @@ def residual_rotation(hidden_size: int, seed: int = 0) -> Tensor:
     return mixing_matrix(hidden_size, torch.Generator().manual_seed(seed))
 
 
-def original_basis(weights: dict[str, Tensor], config: ModelShape, seed: int = 0) -> Tensor:
-    """Matrix M [H, H] with original_hidden = rotated_hidden @ M after the final norm.
+def original_basis(weights: dict[str, Tensor], config: ModelShape, seed: int = 0) -> Basis:
+    """How to get from a rotated model's hidden states to those of `weights`, before `rotate`.
 
-    `weights` are those before `rotate`. The rotated model's final norm has no weight, so M undoes
-    the rotation and then applies the original weight: M = Q^T diag(g). Draft heads trained on the
-    original hidden states read the rotated model through it.
+    The rotated model's final norm has no weight, so undoing the rotation gives the original
+    residual stream, and the original weight besides gives the state after the final norm.
     """
     rotation = residual_rotation(config.hidden_size, seed)
     norm = weights[FINAL_NORM]
-    return (rotation.T * norm.double()).to(norm.dtype)
+    return Basis(stream=rotation.T.to(norm.dtype).contiguous(), gain=norm)
 
 
 def rotate(weights: dict[str, Tensor], config: ModelShape, seed: int = 0) -> dict[str, Tensor]:

@@ -1,23 +1,27 @@
-"""What a drafter is to the step, and the registry of those that exist.
+"""What a drafter is to the step.
 
-A drafter reads what the step committed and proposes candidate tokens; the tree says which candidate
-each node of the next step carries. One drafter is one module file and one line of `DRAFTERS`.
+A drafter reads what the step committed and proposes what may follow. Those that draft into a fixed
+tree return candidates, of which each node of the next step carries one; those that grow a tree as
+they go (`GrowingDrafter`) propose nodes with scores, of which the best become the next tree.
+One drafter is one module file and one line of `forerun.models.drafters.DRAFTERS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from forerun.models.target import Target
+from forerun.models.choose import Sampling, choose
+from forerun.models.grow import Proposal
 from forerun.runtime.tree import Tree
 
 NO_TOKEN = -1
 """Stands where a drafter has no proposal; equals no token, so it is never accepted."""
+NORMED = -1
+"""As a feature layer: the target's hidden state after its final norm."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +32,44 @@ class StateSpec:
     shape: tuple[int | str, ...]
     """Sizes; `"batch"` and `"slots"` (cache capacity at the time) are symbolic."""
     dtype: torch.dtype
+    cache: bool = False
+    """A cache `[B, heads, slots, D]`: `remember` gives the rows to write at `Committed.start`, and
+    the engine lets input and output share their memory. Other state is replaced as a whole."""
+    extra_rows: int = 0
+    """A cache's rows beyond the C of `Committed` that `remember` gives."""
 
 
 @dataclass(frozen=True)
 class Committed:
-    """What a step hands to its drafter, B rows."""
+    """What a step hands to its drafter, B rows.
 
-    tokens: Tensor  # [B, T] the step's input tokens (a prefill's: the prompt)
-    positions: Tensor  # [B, T]
-    emitted: Tensor  # [B, P] tokens committed by this step, then garbage
-    count: Tensor  # [B] how many of them
-    first_position: Tensor  # [B] the absolute position of emitted[:, 0]
-    root: Tensor  # [B] the last committed token, the next tree's root
-    hidden: Tensor  # [B, H] the target's normed hidden state that chose the root
+    Context row c is a committed token and what the target felt about it; C is P in a step, and
+    covers the whole chunk in a prefill. Rows from `count` on are garbage.
+    """
+
+    tokens: Tensor  # [B, C + 1] int64: each row's token, then the one after; [count] is the root
+    start: Tensor  # [B] int64: the position of context row 0
+    count: Tensor  # [B] int64: context rows that are real
+    root: Tensor  # [B] int64: the newest committed token, at position start + count
+    features: Tensor  # [B, C, F]: the target's feature layers side by side (F = 0: none asked for)
+    hidden: Tensor  # [B, H]: the normed hidden state that chose the root
+    uniforms: Tensor  # [B, K, U] float32, by absolute position
+    temperature: Tensor  # [B] float32
+    top_k: Tensor  # [B] int64
+    top_p: Tensor  # [B] float32
+    branching: bool
+    """Whether the engine can branch (`forerun.models.branch`)."""
+
+
+class Vocabulary(Protocol):
+    """The target's two ends, shared so that their weights are held once; `[.., H]` in the basis
+    of the checkpoint."""
+
+    def embedding(self, tokens: Tensor) -> Tensor:
+        """Tokens `[...]` -> `[..., H]`."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states after the final norm `[..., H]` -> `[..., V]`."""
 
 
 class Drafter(nn.Module):
@@ -48,22 +77,44 @@ class Drafter(nn.Module):
 
     kind: ClassVar[str] = "plain"
     candidates: int = 0
-    """How many tokens `draft` proposes; slot i + 1 of a tree is candidate i."""
+    """How many tokens are proposed; slot i + 1 of a tree is candidate i."""
+    feature_layers: tuple[int, ...] = ()
+    """Hidden states to read: l is the residual stream entering layer l (L: leaving the last)."""
+    tables: int = 1
+    """Uniforms a position: K."""
 
     def states(self) -> list[StateSpec]:
         """The state this drafter keeps between steps."""
         return []
 
-    def remember(self, committed: Committed, states: list[Tensor]) -> list[Tensor]:
-        """The state after this step: kept up to date even where nothing is drafted."""
+    def remember(
+        self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
+    ) -> list[Tensor]:
+        """A cache's new rows, another state's new value; kept up where nothing is drafted too."""
         return states
 
-    def draft(self, committed: Committed, states: list[Tensor]) -> Tensor:
+    def draft(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
         """Candidates `[B, candidates]` int64 for the positions after the root."""
         return committed.root.new_empty((committed.root.shape[0], 0))
 
-    def tree(self, nodes: int) -> Tree:
-        """The tree of `nodes` nodes that this drafter is best verified with."""
+    def choose(
+        self,
+        logits: Tensor,
+        sampling: Sampling,
+        uniforms: Tensor,
+        children: Tensor,
+        states: list[Tensor],
+        branching: bool,
+    ) -> Tensor:
+        """The target's token after each verified node: `logits` `[B, R, V]` -> `[B, R]` int64.
+
+        `uniforms` are `[B, K, R]`; `children` `[B, R]` are the tokens of the next nodes (-1: none),
+        which a chain's acceptance rule may look at; matching does not.
+        """
+        return choose(logits, sampling, uniforms[:, 0], branching)
+
+    def tree(self, nodes: int) -> Tree | None:
+        """The tree of `nodes` nodes that it is best verified with; None where it is grown."""
         return Tree.chain(nodes)
 
     def max_depth(self) -> int:
@@ -75,5 +126,14 @@ class Drafter(nn.Module):
         return {}
 
 
-DrafterFactory = Callable[[Target, str], Drafter]
-"""(target, the drafter's folder or name) -> drafter."""
+class GrowingDrafter(Drafter):
+    """A drafter whose tree is another one each step, made on the device."""
+
+    def propose(
+        self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
+    ) -> Proposal:
+        """`candidates` nodes below the root."""
+        raise NotImplementedError
+
+    def tree(self, nodes: int) -> Tree | None:
+        return Tree.chain(1) if nodes == 1 else None

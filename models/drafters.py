@@ -30,24 +30,25 @@ class DrafterSource:
     """Hash of all that defines it."""
 
 
-def _plain(folder: Path | None, checkpoint: Checkpoint) -> Drafter:
+def _plain(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
     return Drafter()
 
 
-def _ngram(folder: Path | None, checkpoint: Checkpoint) -> Drafter:
+def _ngram(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
     return NGram()
 
 
-def _medusa(folder: Path | None, checkpoint: Checkpoint) -> Drafter:
+def _medusa(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
     assert folder is not None
     return load_medusa(folder, vocabulary_matrix(checkpoint))
 
 
-DRAFTERS: dict[str, Callable[[Path | None, Checkpoint], Drafter]] = {
+DRAFTERS: dict[str, Callable[[Path | None, Checkpoint, int], Drafter]] = {
     "plain": _plain,
     "ngram": _ngram,
     "medusa": _medusa,
 }
+"""Kind -> (its folder, the target's checkpoint, cache slots) -> drafter."""
 FOLDERLESS = ("plain", "ngram")
 
 
@@ -73,9 +74,9 @@ def find_drafter(name: str) -> DrafterSource:
     return DrafterSource(folder.name, kind, folder, _digest(folder))
 
 
-def load_drafter(source: DrafterSource, checkpoint: Checkpoint) -> Drafter:
+def load_drafter(source: DrafterSource, checkpoint: Checkpoint, capacity: int) -> Drafter:
     """The drafter as a module, its weights in float32 and in the checkpoint's own basis."""
-    return DRAFTERS[source.kind](source.folder, checkpoint)
+    return DRAFTERS[source.kind](source.folder, checkpoint, capacity)
 
 
 def vocabulary_matrix(checkpoint: Checkpoint) -> Tensor:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from forerun.models.drafter import Committed, Drafter
+from forerun.models.drafter import Committed, Drafter, Vocabulary
 from forerun.models.linear import Linear
 from forerun.runtime.tree import Tree, best_tree
 
@@ -77,7 +77,7 @@ class Medusa(Drafter):
             return x
         return torch.stack([rest(x[:, head]) for head, rest in enumerate(self.rest)], dim=1)
 
-    def draft(self, committed: Committed, states: list[Tensor]) -> Tensor:
+    def draft(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
         features = self.features(committed.hidden)
         if len(self.heads) == 1:
             logits = self.heads[0](features)  # [B, heads, V']

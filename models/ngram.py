@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from forerun.models.drafter import NO_TOKEN, Committed, Drafter, StateSpec
+from forerun.models.drafter import NO_TOKEN, Committed, Drafter, StateSpec, Vocabulary
 
 
 class NGram(Drafter):
@@ -28,20 +28,21 @@ class NGram(Drafter):
     def states(self) -> list[StateSpec]:
         return [StateSpec("history", ("batch", "slots"), torch.int64)]
 
-    def remember(self, committed: Committed, states: list[Tensor]) -> list[Tensor]:
-        """Write the step's input tokens and then what was committed, each at its position.
+    def remember(
+        self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
+    ) -> list[Tensor]:
+        """Write every context row's token and the one after, each at its position.
 
-        Rejected tokens leave garbage, but only behind the last committed position.
+        Rows that are not real leave garbage, but only behind the newest token.
         """
         last = states[0].shape[1] - 1
-        history = states[0].scatter(1, committed.positions.clamp(max=last), committed.tokens)
-        ahead = torch.arange(committed.emitted.shape[1], device=history.device)
-        places = (committed.first_position[:, None] + ahead).clamp(max=last)
-        return [history.scatter(1, places, committed.emitted)]
+        ahead = torch.arange(committed.tokens.shape[1], device=committed.start.device)
+        places = (committed.start[:, None] + ahead).clamp(max=last)
+        return [states[0].scatter(1, places, committed.tokens)]
 
-    def draft(self, committed: Committed, states: list[Tensor]) -> Tensor:
+    def draft(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
         history = states[0]  # [B, S]
-        last = committed.first_position[:, None] + committed.count[:, None] - 1  # [B, 1] the root's
+        last = (committed.start + committed.count)[:, None]  # [B, 1] the root's position
         places = torch.arange(history.shape[1], device=history.device)[None]  # [1, S]
         same = places < last  # matching so far; a place must end before the text does
         length = torch.zeros_like(history)

@@ -1,9 +1,9 @@
 """The step: target forward over the draft tree, acceptance, lazy commit, next draft, as one module.
 
-Contract version 1. A step's inputs and outputs are named here; the compiler exports them under
+Contract version 2. A step's inputs and outputs are named here; the compiler exports them under
 these names and the runtime binds them by name. Symbols: B rows, T tree nodes, R verified nodes (T
 in a step, 1 in a prefill), N nodes of the next tree, P pending slots (0 going into a prefill), S
-cache slots, U positions that have uniforms.
+cache slots, U positions that have uniforms, K uniforms a position.
 
 A prefill is a step too: its tree is the chain of the chunk's tokens, of which only the last node is
 verified, and nothing is pending. What lies above the first verified node is committed in place.
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from forerun.models.accept import Accepted, TreeRows, accept
-from forerun.models.branch import branch
-from forerun.models.choose import Sampling, choose
-from forerun.models.drafter import Committed, Drafter
+from forerun.models.choose import Sampling
+from forerun.models.drafter import NO_TOKEN, NORMED, Committed, Drafter
+from forerun.models.drafting import Drafting
 from forerun.models.ops import tensor_scatter
-from forerun.models.target import Caches, CacheUpdate, Rows, Target
+from forerun.models.target import Caches, CacheUpdate, Forward, Rows, Target
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,10 @@ class StepInputs:
     verify: Tensor  # [R] int64
     parents: Tensor  # [B, R] int64
     slots: Tensor  # [N] int64: the candidate that each node of the next tree takes
-    drafting: Tensor  # [] bool: false skips the drafter (a plain step, all but the last prefill)
-    uniforms: Tensor  # [B, U] float32: one uniform an absolute position
+    forced: Tensor  # [B] int64: what follows the first verified node, where known (-1: choose)
+    remembering: Tensor  # [] bool: false leaves the drafter's state behind (a plain request)
+    drafting: Tensor  # [] bool: false drafts nothing (a plain step, all but the last prefill)
+    uniforms: Tensor  # [B, K, U] float32, by absolute position
     temperature: Tensor  # [B] float32
     top_k: Tensor  # [B] int64
     top_p: Tensor  # [B] float32
@@ -47,7 +49,7 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """All that a step writes besides caches and states."""
+    """All that a step writes besides caches and states; `grown` only for drafters that grow."""
 
     emitted: Tensor  # [B, P] int64: the committed tokens, then garbage
     count: Tensor  # [B] int64: how many; the next step's `pending_count`
@@ -55,10 +57,19 @@ class StepOutputs:
     next_length: Tensor  # [B] int64
     next_pending: Tensor  # [B, layers * 2 * kv, P, D]
     logits: Tensor  # [B, R, V] float32: for verification only
+    next_depth: Tensor | None = None  # [B, N] int64
+    next_ancestors: Tensor | None = None  # [B, N, N] bool
+    next_parents: Tensor | None = None  # [B, N] int64
+
+    def named(self) -> dict[str, Tensor]:
+        """The outputs there are, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 INPUT_NAMES = tuple(field.name for field in fields(StepInputs))
-OUTPUT_NAMES = tuple(field.name for field in fields(StepOutputs))
+GROWN_NAMES = ("next_depth", "next_ancestors", "next_parents")
+OUTPUT_NAMES = tuple(f.name for f in fields(StepOutputs) if f.name not in GROWN_NAMES)
 
 
 class Step(nn.Module):
@@ -84,28 +95,42 @@ class Step(nn.Module):
         root = inputs.length + inputs.pending_count  # [B] the root's position
         positions = root[:, None] + inputs.depth  # [B, T]
         rows = self._rows(inputs, positions, caches.keys[0].shape[2])
-        hidden, caches, written = self.target(inputs.tokens, caches, rows, update)
+        taps = {layer for layer in self.drafter.feature_layers if layer != NORMED}
+        forward = self.target(inputs.tokens, caches, rows, update, taps)
 
-        hidden = hidden[:, inputs.verify]  # [B, R, H]
-        first = positions[:, inputs.verify[0]] + 1  # [B] the position after the first verified node
-        places = (positions[:, inputs.verify] + 1).clamp(max=inputs.uniforms.shape[1] - 1)
+        hidden = forward.hidden[:, inputs.verify]  # [B, R, H]
         logits = self.target.head(hidden)
-        sampling = Sampling(inputs.temperature, inputs.top_k, inputs.top_p)
-        uniforms = inputs.uniforms.gather(1, places)
-        chosen = choose(logits, sampling, uniforms, self.branching)
-        accepted = accept(
-            inputs.tokens[:, inputs.verify], chosen, tree, self.pending, inputs.limit - first
-        )
-        states, next_tokens = self._draft(inputs, positions, hidden, accepted, first, states)
+        chosen = self._choose(inputs, logits, positions, states)
+        first = positions[:, inputs.verify[0]] + 1  # [B] the position after the first verified node
+        tokens = inputs.tokens[:, inputs.verify]
+        accepted = accept(tokens, chosen, tree, self.pending, inputs.limit - first)
+        drafting = Drafting(self.target, self.drafter, self._committed(inputs, forward, accepted))
+        states = drafting.remember(inputs.remembering, states, update)
         outputs = StepOutputs(
             emitted=accepted.emitted,
             count=accepted.count,
-            next_tokens=next_tokens,
             next_length=first - 1,
-            next_pending=select_rows(accepted.path, inputs.verify, written),
+            next_pending=select_rows(accepted.path, inputs.verify, forward.written),
             logits=logits,
+            **drafting.next_tree(inputs.drafting, inputs.slots, states),
         )
-        return outputs, caches, states
+        return outputs, forward.caches, states
+
+    def _choose(
+        self, inputs: StepInputs, logits: Tensor, positions: Tensor, states: list[Tensor]
+    ) -> Tensor:
+        """The token after each verified node `[B, R]`: forced, or the target's own choice."""
+        places = (positions[:, inputs.verify] + 1).clamp(max=inputs.uniforms.shape[2] - 1)
+        tables = inputs.uniforms.shape[1]
+        uniforms = inputs.uniforms.gather(2, places[:, None].expand(-1, tables, -1))  # [B, K, R]
+        row = torch.arange(places.shape[1], device=places.device)
+        last = row == places.shape[1] - 1
+        below = inputs.verify[torch.where(last, row, row + 1)]  # a chain's next node
+        children = torch.where(last, NO_TOKEN, inputs.tokens[:, below])
+        sampling = Sampling(inputs.temperature, inputs.top_k, inputs.top_p)
+        chosen = self.drafter.choose(logits, sampling, uniforms, children, states, self.branching)
+        forced = inputs.forced[:, None]
+        return torch.where(forced >= 0, forced, chosen)
 
     def _rows(self, inputs: StepInputs, positions: Tensor, slots: int) -> Rows:
         """Which slots each node attends to: what is committed, what is pending, its ancestors."""
@@ -133,50 +158,49 @@ class Step(nn.Module):
             window_mask,
         )
 
-    def _draft(
-        self,
-        inputs: StepInputs,
-        positions: Tensor,
-        hidden: Tensor,
-        accepted: Accepted,
-        first: Tensor,
-        states: list[Tensor],
-    ) -> tuple[list[Tensor], Tensor]:
-        """The drafter's state after this step, and the next tree's tokens `[B, N]`."""
+    def _committed(self, inputs: StepInputs, forward: Forward, accepted: Accepted) -> Committed:
+        """What this step committed, as context rows: those above the first verified node, which
+        are committed in place, and then the accepted path."""
+        above, root = inputs.verify[0], inputs.length + inputs.pending_count
+        verified = inputs.verify.shape[0]
+        place = torch.arange(inputs.tokens.shape[1] - verified + self.pending, device=root.device)
+        place = place[None].expand(root.shape[0], -1)  # [B, C]
+        depth = (place - above).clamp(min=0, max=self.pending - 1)  # on the accepted path
+        path = inputs.verify[accepted.path.to(torch.int32).argmax(-1)]  # [B, P] its nodes
+        node = torch.where(place < above, place, path.gather(1, depth))  # [B, C]
+        prompt = inputs.tokens.gather(1, torch.minimum(place + 1, above))
+        following = torch.where(place < above, prompt, accepted.emitted.gather(1, depth))
         last = (accepted.count - 1).clamp(min=0)[:, None]  # [B, 1]
-        root = accepted.emitted.gather(1, last)[:, 0]
-        at_last = accepted.path.gather(1, last[..., None].expand(-1, 1, accepted.path.shape[2]))
-        drafting_state = (at_last.to(hidden.dtype) @ hidden)[:, 0]  # [B, H]
-        if self.target.basis is not None:
-            drafting_state = drafting_state @ self.target.basis
-        committed = Committed(
-            tokens=inputs.tokens,
-            positions=positions,
-            emitted=accepted.emitted,
-            count=accepted.count,
-            first_position=first,
-            root=root,
-            hidden=drafting_state,
+        return Committed(
+            tokens=torch.cat([inputs.tokens[:, :1], following], dim=1),
+            start=root,
+            count=above + accepted.count,
+            root=accepted.emitted.gather(1, last)[:, 0],
+            features=gather_rows(self._features(forward), node),
+            hidden=self.target.own_basis(
+                gather_rows(forward.hidden, path.gather(1, last))[:, 0], normed=True
+            ),
+            uniforms=inputs.uniforms,
+            temperature=inputs.temperature,
+            top_k=inputs.top_k,
+            top_p=inputs.top_p,
+            branching=self.branching,
         )
-        states = self.drafter.remember(committed, states)
-        if self.drafter.candidates == 0:
-            return states, root[:, None][:, inputs.slots]
-        names = [field.name for field in fields(Committed)]
 
-        def draft(*tensors: Tensor) -> Tensor:
-            rest = dict(zip(names, tensors, strict=False))
-            return self.drafter.draft(Committed(**rest), list(tensors[len(names) :]))
+    def _features(self, forward: Forward) -> Tensor:
+        """The feature layers that the drafter asks for, side by side `[B, T, F]`."""
+        layers = [
+            self.target.own_basis(forward.hidden, normed=True)
+            if layer == NORMED
+            else self.target.own_basis(forward.taps[layer])
+            for layer in self.drafter.feature_layers
+        ]
+        return torch.cat(layers, dim=-1) if layers else forward.hidden[..., :0]
 
-        def skip(*tensors: Tensor) -> Tensor:
-            return torch.full_like(root[:, None], -1).expand(-1, self.drafter.candidates).clone()
 
-        operands = (*(getattr(committed, name) for name in names), *states)
-        if self.branching:
-            drafted = branch(inputs.drafting, draft, skip, operands)
-        else:
-            drafted = draft(*operands)
-        candidates = torch.cat([root[:, None], drafted], dim=1)
-        return states, candidates[:, inputs.slots]
+def gather_rows(rows: Tensor, at: Tensor) -> Tensor:
+    """Rows `[B, T, F]` at `at` `[B, n]` -> `[B, n, F]`."""
+    return rows.gather(1, at[..., None].expand(-1, -1, rows.shape[2]))
 
 
 def select_rows(path: Tensor, verify: Tensor, written: Tensor) -> Tensor:

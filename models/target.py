@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +34,24 @@ class Rows:
     pending: Tensor  # [B, layers * 2 * kv, P, D]: earlier rows written along with these
     mask: Tensor  # [B, T, S] bool: which slots a row attends to
     window_mask: Tensor | None = None  # the same for sliding-window layers
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a forward gives back."""
+
+    hidden: Tensor  # [B, T, H] after the final norm
+    caches: Caches  # with the rows written
+    written: Tensor  # [B, layers * 2 * kv, T, D]: the rows' own keys and values
+    taps: dict[int, Tensor]  # [B, T, H] each: the residual stream entering the layers asked for
+
+
+@dataclass(frozen=True)
+class Basis:
+    """How rotated weights relate to the checkpoint's own basis."""
+
+    stream: Tensor  # [H, H]: rotated residual stream @ this = the checkpoint's
+    gain: Tensor  # [H]: the final norm's weight, which the rotated head has taken in
 
 
 class Block(nn.Module):
@@ -111,12 +129,15 @@ class Block(nn.Module):
 
 
 class Target(nn.Module):
-    """Tokens `[B, T]` -> hidden states `[B, T, H]` after the final norm, and the cache rows."""
+    """Tokens `[B, T]` -> hidden states `[B, T, H]` after the final norm, and the cache rows.
+
+    Weights may be rotated (`Basis`); drafters read and write the checkpoint's own basis.
+    """
 
     cos: Tensor
     sin: Tensor
-    basis: Tensor | None
-    """`[H, H]`: takes hidden states of rotated weights back to the checkpoint's own basis."""
+    stream: Tensor | None
+    gain: Tensor | None
 
     def __init__(
         self,
@@ -124,8 +145,9 @@ class Target(nn.Module):
         weights: dict[str, Tensor],
         capacity: int,
         attention: str = "grouped",
-        basis: Tensor | None = None,
+        basis: Basis | None = None,
     ) -> None:
+        """`basis` says what was done to `weights` that are not the checkpoint's own."""
         super().__init__()
         self.config = config
         self.capacity = capacity
@@ -142,12 +164,18 @@ class Target(nn.Module):
         cos, sin = rope_tables(config.rope, config.max_positions, capacity)  # [capacity, dim / 2]
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
-        self.register_buffer("basis", basis)
+        self.register_buffer("stream", None if basis is None else basis.stream)
+        self.register_buffer("gain", None if basis is None else basis.gain)
 
     def forward(
-        self, tokens: Tensor, caches: Caches, rows: Rows, update: CacheUpdate = tensor_scatter
-    ) -> tuple[Tensor, Caches, Tensor]:
-        """-> (hidden `[B, T, H]`, caches with the rows written, rows `[B, layers * 2 * kv, T, D]`).
+        self,
+        tokens: Tensor,
+        caches: Caches,
+        rows: Rows,
+        update: CacheUpdate = tensor_scatter,
+        taps: Collection[int] = (),
+    ) -> Forward:
+        """T rows through all layers; `taps` are the layers (0 to L) whose input is given back.
 
         A negative token stands for no token: it is embedded as token 0 and must not be attended to.
         """
@@ -157,7 +185,9 @@ class Target(nn.Module):
         keys: list[Tensor] = []
         values: list[Tensor] = []
         written: list[Tensor] = []
+        tapped: dict[int, Tensor] = {}
         for layer, block in enumerate(self.blocks):
+            tapped[layer] = x
             x, key, value, new = block(
                 x,
                 caches.keys[layer],
@@ -171,8 +201,32 @@ class Target(nn.Module):
             keys.append(key)
             values.append(value)
             written += new
-        hidden = self.norm(x).reshape(*tokens.shape, -1)
-        return hidden, Caches(keys, values), torch.cat(written, dim=1)
+        tapped[len(self.blocks)] = x
+        shape = (*tokens.shape, -1)
+        return Forward(
+            self.norm(x).reshape(shape),
+            Caches(keys, values),
+            torch.cat(written, dim=1),
+            {layer: tapped[layer].reshape(shape) for layer in taps},
+        )
+
+    def embedding(self, tokens: Tensor) -> Tensor:
+        """Tokens `[...]` -> `[..., H]` in the checkpoint's basis."""
+        return self.own_basis(self.embed(tokens.clamp(min=0)))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normed hidden states `[..., H]` in the checkpoint's basis -> logits `[..., V]`."""
+        if self.stream is not None and self.gain is not None:
+            hidden = (hidden / self.gain) @ self.stream.T
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def own_basis(self, stream: Tensor, normed: bool = False) -> Tensor:
+        """A residual stream (or, `normed`, the state after the final norm) in that basis."""
+        if self.stream is None or self.gain is None:
+            return stream
+        own = stream @ self.stream
+        return own * self.gain if normed else own
 
     def _prepare(self, rows: Rows) -> Rows:
         """The masks in the form that this attention takes."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from forerun.errors import ForerunError
+from forerun.runtime.tree import Tree
 
 PATH = click.Path(path_type=Path)
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -183,7 +184,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
         click.echo(manifest.to_json(), nl=False)
         return
     target, drafter, engine = manifest.target, manifest.drafter, manifest.engine
-    sizes = sorted(manifest.trees.values(), key=lambda tree: tree.nodes)
+    sizes = sorted(manifest.trees, key=int)
     total = sum(file.bytes for file in manifest.files.values())
     _print(
         _facts(
@@ -198,7 +199,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
                 "precision": manifest.precision,
                 "capacity": f"{manifest.capacity} slots",
                 "prefill chunk": f"{manifest.chunk} tokens",
-                "draft trees": ", ".join(f"{tree.nodes} (depth {tree.depth})" for tree in sizes),
+                "draft trees": ", ".join(_tree_words(size, manifest.trees[size]) for size in sizes),
                 "default tree": manifest.default_tree,
                 "files": f"{len(manifest.files)}, {total / 1e6:.1f} MB",
                 "step contract": manifest.contract,
@@ -240,3 +241,7 @@ def _show(report: dict[str, Any], table: Any, output: Path | None) -> None:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ForerunError(f"{output}: can't write the result: {error.strerror}") from None
+
+
+def _tree_words(nodes: str, tree: Tree | None) -> str:
+    return f"{nodes} (grown each step)" if tree is None else f"{nodes} (depth {tree.depth})"

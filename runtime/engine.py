@@ -28,24 +28,28 @@ class Request:
 
 
 class Engine(Protocol):
-    """A loaded step. One request at a time: `prefill` begins it, `step` goes on."""
+    """A loaded step for `rows` requests side by side: `prefill` begins one, `step` moves all on."""
 
+    rows: int
     context: int
     """The longest that prompt and new tokens together may get."""
     seconds: float
     """Time spent inside the engine so far: what is not in here is the host's."""
 
-    def prefill(self, request: Request, nodes: int) -> list[int]:
-        """Forget the request before, read the prompt in chunks, return the first token.
+    def prefill(self, request: Request, nodes: int, row: int = 0) -> list[int]:
+        """Forget the row's request, read the prompt in chunks, return the first token.
 
         `nodes` is the size of the tree to draft (1: none).
         """
 
-    def step(self, nodes: int) -> list[int]:
-        """Verify the drafted tree, draft another of `nodes` nodes, return the committed tokens.
+    def step(self, nodes: int) -> list[list[int]]:
+        """Verify the drafted trees, draft others of `nodes` nodes, return each row's new tokens.
 
-        Empty once the request's limit is reached.
+        Empty for a row whose limit is reached.
         """
+
+    def release(self, row: int) -> None:
+        """End a row's request: it commits nothing until its next prefill."""
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> NDArray[np.float32]:
         """Logits `[n, V]` float32 after each of `tokens`, read in pieces of `chunk` (None: any)."""
@@ -61,8 +65,8 @@ BUILD_ONLY = ("tensorrt", "tensorrt-rtx")
 """Kinds that this version builds, but has no loop for yet."""
 
 
-def load_engine(bundle: Bundle, threads: int | None = None) -> Engine:
-    """The engine of `bundle`; `threads` bounds the CPU threads of one that runs there.
+def load_engine(bundle: Bundle, threads: int | None = None, rows: int = 1) -> Engine:
+    """The engine of `bundle` for `rows` requests; `threads` bounds the CPU threads of one there.
 
     Raises ForerunError where this machine can't run it or its package is missing.
     """
@@ -77,5 +81,5 @@ def load_engine(bundle: Bundle, threads: int | None = None) -> Engine:
             f"{bundle.path}: unknown engine {kind!r}: this version runs {', '.join(ENGINES)}"
         )
     module, _, name = ENGINES[kind].partition(":")
-    engine: Engine = getattr(importlib.import_module(module), name)(bundle, threads)
+    engine: Engine = getattr(importlib.import_module(module), name)(bundle, threads, rows)
     return engine

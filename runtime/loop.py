@@ -106,7 +106,7 @@ class Decoding(Iterator[Block]):
             yield block
             while block.finish is None:
                 room -= len(block.tokens)
-                committed = engine.step(nodes)
+                committed = engine.step(nodes)[0]
                 block = cut(committed, room, stop_ids)
                 if committed:
                     counts[len(committed)] += 1

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from forerun.errors import ForerunError
 from forerun.runtime.tree import Tree
 
-CONTRACT = 1
+CONTRACT = 2
 """Version of the step contract: what the engine's inputs, outputs and state mean."""
 
 
@@ -40,12 +40,24 @@ class TargetFacts:
 
 
 @dataclass(frozen=True)
+class StateFacts:
+    """A drafter's state: the engine's input `name`, whose next value is its output `new_name`."""
+
+    name: str
+    cache: bool
+    """Written in place: input and output share their memory."""
+
+
+@dataclass(frozen=True)
 class DrafterFacts:
-    """The drafter: its kind in the registry ("plain", "ngram", "medusa"), and facts to print."""
+    """The drafter: its kind in the registry ("plain", "ngram", ...), and facts to print."""
 
     kind: str
     name: str
     options: dict[str, int | float | str]
+    states: tuple[StateFacts, ...] = ()
+    tables: int = 1
+    """Uniforms that a step reads for each position."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,8 @@ class Manifest:
 
     `capacity` counts KV slots, `pending` is P (rows of an uncommitted path), `chunk` the tokens of
     one prefill call. `trees` are the draft trees that the engine was built for, keyed by their
-    number of nodes as text; "1" (plain decoding) is always among them. `recipe` is the content hash
+    number of nodes as text, null where the drafter grows another one each step; "1" (plain
+    decoding) is always among them. `recipe` is the content hash
     of all that went into the bundle; `files` says what came out, by path inside the bundle.
     """
 
@@ -91,7 +104,7 @@ class Manifest:
     capacity: int
     pending: int
     chunk: int
-    trees: dict[str, Tree]
+    trees: dict[str, Tree | None]
     default_tree: str
     recipe: str
     files: dict[str, FileFacts] = field(default_factory=dict)
@@ -101,6 +114,8 @@ class Manifest:
         for name in ("capacity", "pending", "chunk"):
             _at_least_one(getattr(self, name), name)
         for key, tree in self.trees.items():
+            if tree is None:
+                continue
             if key != str(tree.nodes):
                 raise ForerunError(f"trees.{key}: this tree has {tree.nodes} nodes")
             if tree.depth >= self.pending:
@@ -167,6 +182,8 @@ def _decode(kind: Any, value: Any, at: str) -> Any:
         # By exact type, so that a bool is no int and an int stays one where a float would do.
         if any(type(value) is option for option in arguments):
             return value
+        if len(arguments) == 2 and type(None) in arguments:
+            return _decode(arguments[0], value, at)
     elif origin is tuple and isinstance(value, list):
         return tuple(_decode(arguments[0], item, f"{at}[{i}]") for i, item in enumerate(value))
     elif origin is dict and isinstance(value, dict):

@@ -40,13 +40,19 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-def uniforms(seed: int, positions: int) -> NDArray[np.float32]:
+def uniforms(seed: int, positions: int, table: int = 0) -> NDArray[np.float32]:
     """`[positions]` float32 in [0, 1), one for each absolute position: the request's randomness.
 
     A longer table starts with the shorter one, so a request may grow without changing its draws.
+    Another `table` of the same seed is independent of it.
     """
     if positions < 0:
         raise ForerunError(f"a table of {positions} uniforms: use 0 or more positions")
-    raw = np.random.Philox(key=seed).random_raw(positions)
+    raw = np.random.Philox(key=seed + (table << 64)).random_raw(positions)
     # 24 bits are what a float32 below 1 holds exactly: no value is rounded up to 1.
     return (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def uniform_tables(seed: int, positions: int, tables: int) -> NDArray[np.float32]:
+    """`[tables, positions]`: as many tables as a step reads."""
+    return np.stack([uniforms(seed, positions, table) for table in range(tables)])

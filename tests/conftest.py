@@ -10,7 +10,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from forerun.runtime.bundle import write_manifest
-from forerun.runtime.manifest import CONTRACT, DrafterFacts, EngineFacts, Manifest, TargetFacts
+from forerun.runtime.manifest import (
+    CONTRACT,
+    DrafterFacts,
+    EngineFacts,
+    Manifest,
+    StateFacts,
+    TargetFacts,
+)
 from forerun.runtime.tree import Tree
 
 CAPACITY, PENDING, CHUNK = 256, 8, 16
@@ -73,7 +80,7 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def tiny_manifest(kind: str, trees: dict[int, Tree]) -> Manifest:
+def tiny_manifest(drafter: Any, trees: dict[int, Tree | None]) -> Manifest:
     """The manifest of a bundle around the tiny target."""
     return Manifest(
         contract=CONTRACT,
@@ -82,7 +89,13 @@ def tiny_manifest(kind: str, trees: dict[int, Tree]) -> Manifest:
             *("tiny", "llama", VOCABULARY, 2, 2, 8, CAPACITY, (STOP_ID,), "<s>", "</s>"),
             add_bos=True,
         ),
-        drafter=DrafterFacts(kind, kind, {}),
+        drafter=DrafterFacts(
+            drafter.kind,
+            drafter.kind,
+            {},
+            tuple(StateFacts(state.name, state.cache) for state in drafter.states()),
+            drafter.tables,
+        ),
         engine=EngineFacts("ort", "model.onnx", None, {}),
         precision="fp32",
         capacity=CAPACITY,
@@ -115,7 +128,7 @@ def write_tiny(
     ]
     (folder / "prompts.jsonl").write_text("".join(prompts))
     trees = {size: drafter.tree(size) for size in sizes}
-    write_manifest(folder, tiny_manifest(drafter.kind, trees))
+    write_manifest(folder, tiny_manifest(drafter, trees))
     return folder
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.models.ops import scatter_in_place
-from forerun.models.target import Caches, Rows, Target
+from forerun.models.target import Caches, Forward, Rows, Target
 from forerun.runtime.sampling import uniforms
 
 SLOT_STEP = 32
@@ -160,9 +160,8 @@ class _Batch:
         sliding = mask & (positions[..., None] - slots < window) if window else None
         pending = self.target.no_pending(tokens.shape[0])
         rows = Rows(positions, start, pending, mask, sliding)
-        hidden, _, _ = self.target(tokens, caches, rows, scatter_in_place)
-        assert isinstance(hidden, Tensor)
-        return hidden
+        forward: Forward = self.target(tokens, caches, rows, scatter_in_place)
+        return forward.hidden
 
     def _choose(self, places: list[int], hidden: Tensor) -> Iterator[Answer]:
         """The next token of the rows at `places` from `hidden` `[n, H]`; yields finished rows."""

@@ -12,10 +12,10 @@ import torch
 from forerun.models.config import RopeConfig, TargetConfig
 from forerun.models.linear import Linear
 from forerun.models.medusa import Medusa, MedusaConfig
-from forerun.models.step import Step, StepInputs
+from forerun.models.step import Step, StepInputs, StepOutputs
 from forerun.models.target import Caches, Target
 from forerun.models.weights import tensor_shapes
-from forerun.runtime.sampling import uniforms
+from forerun.runtime.sampling import uniform_tables
 from forerun.runtime.tree import Tree
 
 SLOTS = 192
@@ -102,12 +102,15 @@ def generate(
         for spec in step.drafter.states()
     ]
     fixed = {
-        "uniforms": torch.stack([torch.from_numpy(uniforms(s, SLOTS)) for s in seeds]),
+        "uniforms": torch.stack(
+            [torch.from_numpy(uniform_tables(s, SLOTS, step.drafter.tables)) for s in seeds]
+        ),
         "temperature": torch.full((batch,), temperature),
         "top_k": torch.full((batch,), top_k),
         "top_p": torch.full((batch,), top_p),
         "limit": torch.full((batch,), length + new),
-        "slots": torch.tensor(tree.slots),
+        "slots": torch.tensor(tree.slots) if tree else torch.arange(nodes),
+        "remembering": torch.tensor(nodes > 1),
         "drafting": torch.tensor(nodes > 1),
     }
     tokens: list[list[int]] = [[] for _ in rows]
@@ -116,6 +119,8 @@ def generate(
         for start in range(0, length, chunk or length):
             part = torch.tensor([row[start : start + (chunk or length)] for row in rows])
             size = part.shape[1]
+            known = start + size < length
+            forced = [row[start + size] if known else -1 for row in rows]
             inputs = StepInputs(
                 tokens=part,
                 length=torch.full((batch,), start),
@@ -125,6 +130,7 @@ def generate(
                 ancestors=torch.ones(size, size, dtype=torch.bool).tril().expand(batch, -1, -1),
                 verify=torch.tensor([size - 1]),
                 parents=torch.zeros(batch, 1, dtype=torch.int64),
+                forced=torch.tensor(forced),
                 **fixed,
             )
             outputs, caches, states = step(inputs, caches, states)
@@ -137,10 +143,9 @@ def generate(
                 length=outputs.next_length,
                 pending_count=outputs.count,
                 pending=outputs.next_pending,
-                depth=torch.from_numpy(tree.depths).expand(batch, -1),
-                ancestors=torch.from_numpy(tree.ancestors).expand(batch, -1, -1),
                 verify=torch.arange(nodes),
-                parents=torch.tensor(tree.parents).clamp(min=0).expand(batch, -1),
+                forced=torch.full((batch,), -1),
+                **shape_of(outputs, tree, batch),
             )
             before = (caches, states)
             outputs, caches, states = step(inputs, caches, states)
@@ -150,6 +155,18 @@ def generate(
                 tokens[row] += outputs.emitted[row, :count].tolist()
                 if count:
                     counts[row].append(count)
+
+
+def shape_of(outputs: StepOutputs, tree: Tree | None, batch: int) -> dict[str, torch.Tensor]:
+    """The next step's tree: what the drafter grew, or the fixed one."""
+    if tree is None:
+        names = ("depth", "ancestors", "parents")
+        return {name: getattr(outputs, f"next_{name}") for name in names}
+    return {
+        "depth": torch.from_numpy(tree.depths).expand(batch, -1),
+        "ancestors": torch.from_numpy(tree.ancestors).expand(batch, -1, -1),
+        "parents": torch.tensor(tree.parents).clamp(min=0).expand(batch, -1),
+    }
 
 
 @pytest.fixture

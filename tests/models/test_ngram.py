@@ -27,18 +27,24 @@ def lookup(text: list[int], gamma: int, longest: int, shortest: int) -> list[int
 
 def draft(drafter: NGram, text: list[int], slots: int = 64) -> list[int]:
     """The drafter's proposal after `text`, of which the last token was just committed."""
-    tokens = torch.tensor([text[:-1]])
+    count = len(text) - 1
+    one = torch.ones(1)
     committed = Committed(
-        tokens=tokens,
-        positions=torch.arange(len(text) - 1)[None],
-        emitted=torch.tensor([[text[-1], 9, 9]]),
-        count=torch.tensor([1]),
-        first_position=torch.tensor([len(text) - 1]),
+        tokens=torch.tensor([[*text, 9, 9]]),
+        start=torch.tensor([0]),
+        count=torch.tensor([count]),
         root=torch.tensor([text[-1]]),
+        features=torch.zeros(1, count + 2, 0),
         hidden=torch.zeros(1, 4),
+        uniforms=torch.zeros(1, 1, slots),
+        temperature=one,
+        top_k=torch.tensor([0]),
+        top_p=one,
+        branching=True,
     )
-    states = drafter.remember(committed, [torch.zeros(1, slots, dtype=torch.int64)])
-    return drafter.draft(committed, states)[0].tolist()
+    vocabulary = torch.nn.Identity()  # prompt lookup reads tokens alone
+    states = drafter.remember(committed, [torch.zeros(1, slots, dtype=torch.int64)], vocabulary)
+    return drafter.draft(committed, states, vocabulary)[0].tolist()
 
 
 @settings(max_examples=400, deadline=None)

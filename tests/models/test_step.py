@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.models.drafter import Committed, Drafter
+from forerun.models.drafter import Committed, Drafter, Vocabulary
 from forerun.models.ngram import NGram
 from forerun.models.step import Step
 from forerun.runtime.tree import Tree
@@ -32,8 +32,8 @@ class Scripted(Drafter):
         self.text = torch.tensor(text + [0] * (gamma + 2))
         self.vocabulary, self.candidates, self.wrong = vocabulary, gamma, wrong
 
-    def draft(self, committed: Committed, states: list[Tensor]) -> Tensor:
-        after = committed.first_position + committed.count  # [B] the position after the root
+    def draft(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
+        after = committed.start + committed.count + 1  # [B] the position after the root
         places = after[:, None] + torch.arange(self.candidates)
         text = self.text[places.clamp(max=len(self.text) - 1)]
         return (text + self.wrong) % self.vocabulary

@@ -77,7 +77,7 @@ def test_an_interrupted_answer_ends_its_line(
     original = OrtEngine.step
     steps: list[int] = []
 
-    def step(self: OrtEngine, nodes: int) -> list[int]:
+    def step(self: OrtEngine, nodes: int) -> list[list[int]]:
         steps.append(nodes)
         if len(steps) == 10:
             raise KeyboardInterrupt
@@ -124,9 +124,9 @@ def test_verify(tiny_bundle: Path, tmp_path: Path) -> None:
 def test_verify_of_a_lossy_bundle(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = OrtEngine.step
 
-    def step(self: OrtEngine, nodes: int) -> list[int]:
-        tokens = original(self, nodes)
-        return tokens if nodes == 1 else [0] * len(tokens)
+    def step(self: OrtEngine, nodes: int) -> list[list[int]]:
+        rows = original(self, nodes)
+        return rows if nodes == 1 else [[0] * len(tokens) for tokens in rows]
 
     monkeypatch.setattr(OrtEngine, "step", step)
     result = run("verify", tiny_bundle, "--limit", 1, "--tokens", 8)

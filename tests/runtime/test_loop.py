@@ -184,15 +184,15 @@ class Drafted:
         self.count = len(tokens)
         return tokens
 
-    def step(self, nodes: int) -> list[int]:
+    def step(self, nodes: int) -> list[list[int]]:
         depths = self.engine.manifest.trees[str(nodes)].depths
-        row = self.engine.sets[self.engine.turn]["tokens"][0]
+        row = self.engine.buffers.sets[self.engine.turn][f"tokens_{nodes}"][0]
         for node in range(1, nodes):
             right = self.expected[self.count + depths[node] - 1]
             row[node] = right if self.right else (right + node) % 260
-        tokens: list[int] = self.engine.step(nodes)
-        self.count += len(tokens)
-        return tokens
+        rows: list[list[int]] = self.engine.step(nodes)
+        self.count += len(rows[0])
+        return rows
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled", "warped"])

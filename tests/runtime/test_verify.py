@@ -162,9 +162,9 @@ def lossy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An engine whose speculative steps commit a wrong token at times."""
     original = OrtEngine.step
 
-    def step(self: OrtEngine, nodes: int) -> list[int]:
-        tokens = original(self, nodes)
-        return [(token + 1) % 256 for token in tokens] if nodes > 1 else tokens
+    def step(self: OrtEngine, nodes: int) -> list[list[int]]:
+        rows = original(self, nodes)
+        return [[(token + 1) % 256 for token in row] for row in rows] if nodes > 1 else rows
 
     monkeypatch.setattr(OrtEngine, "step", step)
     yield

@@ -34,7 +34,7 @@ def alone(target: Target, request: Request, limit: int, stop: int) -> tuple[list
         mask = torch.ones(count, count, dtype=torch.bool).tril()[None]
         rows = Rows(positions, torch.zeros(1, dtype=torch.int64), pending, mask)
         caches = target.empty_caches(1, count)
-        hidden, _, _ = target(torch.tensor([tokens]), caches, rows, scatter_in_place)
+        hidden = target(torch.tensor([tokens]), caches, rows, scatter_in_place).hidden
         logits = target.head(hidden[0, -1])
         if request.temperature:
             cdf = (logits / request.temperature).softmax(-1).cumsum(-1)
