@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.errors import ForerunError
+from forerun.models.drafter_folder import (
+    check_tensors,
+    find_weights,
+    read_tensors,
+    write_folder,
+)
 from forerun.models.linear import Linear
 from forerun.models.medusa import Medusa, MedusaConfig
 
@@ -36,11 +40,9 @@ def load_medusa(folder: Path, head_weight: Tensor) -> Medusa:
     ForerunError for a file that is absent, damaged or untrustworthy, and for a key that is missing,
     unknown, mis-shaped or of a wrong type.
     """
-    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
-    if path is None:
-        raise ForerunError(f"{folder}: no Medusa heads: expected one of {', '.join(FILES)}")
+    path = find_weights(folder, FILES, "Medusa heads")
     facts = _read_config(folder / "config.json")
-    tensors = _read_tensors(path)
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in read_tensors(path).items()}
     vocabulary, hidden = head_weight.shape
     ids = _check_ids(tensors.pop("ids", None), vocabulary, path)
     heads, layers = _count(tensors, path)
@@ -71,14 +73,7 @@ def save_medusa(
 
     `facts` joins the configuration: which target the heads belong to, and how they were made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{WEIGHTS}.part"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
-    part.replace(folder / WEIGHTS)
-    text = json.dumps({"kind": "medusa", **asdict(config), **facts}, indent=1)
-    part = folder / "config.json.part"
-    part.write_text(text + "\n", encoding="utf-8")
-    part.replace(folder / "config.json")
+    write_folder(folder, WEIGHTS, {"kind": "medusa", **asdict(config), **facts}, tensors)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -94,31 +89,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     if facts.get("kind", "medusa") != "medusa":
         raise ForerunError(f"{path}: kind is {facts['kind']!r}, not 'medusa'")
     return facts
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors by name, without the prefix of merged checkpoints."""
-    try:
-        if path.suffix == ".pt":
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
-        else:
-            tensors = load_file(path)
-    except pickle.UnpicklingError as error:
-        raise ForerunError(
-            f"{path}: not a plain file of tensors, so not loaded: {_line(error)}"
-        ) from None
-    except Exception as error:  # a damaged pickle fails in whatever way its bytes happen to
-        raise ForerunError(f"{path}: damaged: {_line(error)}: download it again") from None
-    if not isinstance(tensors, dict) or not tensors:
-        raise ForerunError(f"{path}: holds no tensors")
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise ForerunError(f"{path}: {name!r} is not a tensor with a name")
-    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _check_ids(ids: Tensor | None, vocabulary: int, path: Path) -> Tensor | None:
@@ -164,21 +134,7 @@ def _check_shapes(
             expected[f"{i}.{j}.linear.bias"] = [hidden]
         if own:
             expected[f"{i}.{layers}.weight"] = [rows, hidden]
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise ForerunError(
-                f"{path}: the key {name!r} is missing ({heads} heads, {layers} layers)"
-            )
-        tensor = tensors[name]
-        if list(tensor.shape) != shape:
-            raise ForerunError(
-                f"{path}: {name!r} has shape {list(tensor.shape)}, expected {shape}: "
-                "these heads belong to another target"
-            )
-        if not tensor.is_floating_point():
-            raise ForerunError(f"{path}: {name!r} is of type {tensor.dtype}, expected floats")
-    for name in sorted(tensors.keys() - expected.keys()):
-        raise ForerunError(f"{path}: unknown key {name!r}: not a Medusa head's")
+    check_tensors(tensors, expected, path, "a Medusa head's")
 
 
 def _config(

@@ -1,0 +1,92 @@
+"""What all drafter folders have in common: a configuration, a file of tensors, expected shapes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.errors import ForerunError
+
+
+def find_weights(folder: Path, names: Sequence[str], what: str) -> Path:
+    """The first of the files `names` that is there."""
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
+    if path is None:
+        raise ForerunError(f"{folder}: no {what}: expected one of {', '.join(names)}")
+    return path
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors by name from a .safetensors file, or from a pickle that holds nothing else.
+
+    Raises ForerunError, and executes nothing, where the file is damaged or holds code.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            tensors = load_file(path)
+        else:
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ForerunError(
+            f"{path}: not a plain file of tensors, so not loaded: {_line(error)}"
+        ) from None
+    except Exception as error:  # a damaged pickle fails in whatever way its bytes happen to
+        raise ForerunError(f"{path}: damaged: {_line(error)}: download it again") from None
+    if not isinstance(tensors, dict) or not tensors:
+        raise ForerunError(f"{path}: holds no tensors")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ForerunError(f"{path}: {name!r} is not a tensor with a name")
+    return tensors
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, Sequence[int]],
+    path: Path,
+    what: str,
+    optional: Sequence[str] = (),
+) -> None:
+    """Exactly the keys `expected` (those in `optional` may be absent), as floats of their shapes.
+
+    `what` names the owner of the keys in an error ("a Medusa head's").
+    """
+    for name, shape in expected.items():
+        if name not in tensors:
+            if name in optional:
+                continue
+            raise ForerunError(f"{path}: the key {name!r} is missing")
+        tensor = tensors[name]
+        if list(tensor.shape) != list(shape):
+            raise ForerunError(
+                f"{path}: {name!r} has shape {list(tensor.shape)}, expected {list(shape)}: "
+                "this drafter belongs to another target"
+            )
+        if not tensor.is_floating_point():
+            raise ForerunError(f"{path}: {name!r} is of type {tensor.dtype}, expected floats")
+    for name in sorted(tensors.keys() - expected.keys()):
+        raise ForerunError(f"{path}: unknown key {name!r}: not {what}")
+
+
+def write_folder(
+    folder: Path, weights: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Writes `config.json` and the file `weights` (safetensors), each seen only when complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{weights}.part"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
+    part.replace(folder / weights)
+    part = folder / "config.json.part"
+    part.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    part.replace(folder / "config.json")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
