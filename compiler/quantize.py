@@ -3,8 +3,8 @@
 The kernel computes y = (round(x / sx) @ Q) * sx * s with one scale sx per token and one scale s
 per output channel. AVX2 without VNNI adds the uint8 * int8 products of two neighbouring input
 channels in 16 bits, where 255 * 128 is the largest sum that cannot saturate. So the codes of such
-a pair add up to 128 at most where their signs agree; one alone may use all 8 bits. That is finer
-by about a half than 7 bits for every weight, since the largest weights seldom are neighbours.
+a pair add up to 128 at most where their signs agree; one alone may use all 8 bits. Steps are a
+third finer than with 7 bits for every weight, since the largest weights seldom are neighbours.
 
 With calibration data the columns are rounded one after another and each error is pushed into the
 columns that follow (GPTQ, arXiv:2210.17323); without, each weight goes to its nearest level.
@@ -57,7 +57,8 @@ def channel_scale(weight: Tensor) -> Tensor:
     ranges, searched for the least squared error, gained nothing on rotated weights.
     """
     tiny = torch.finfo(torch.float32).tiny
-    pairs = torch.nn.functional.pad(weight, (0, weight.shape[1] % 2)).unflatten(1, (-1, 2))
+    even = torch.nn.functional.pad(weight, (0, weight.shape[1] % 2))
+    pairs = even.view(len(weight), -1, 2)
     sums = torch.maximum(pairs.clamp(min=0).sum(-1), pairs.clamp(max=0).sum(-1).neg())  # [N, K/2]
     return (sums.amax(dim=1) / LEVELS).clamp_min(tiny)
 
