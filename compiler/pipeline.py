@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -75,7 +75,9 @@ def _build(
     """All stages, into `folder`."""
     kind, precision = options.kind, options.real_precision
     drafter = load_drafter(source, checkpoint)
-    trees = _trees(options, drafter)
+    sizes = sorted({1, *(options.trees or (DEFAULT_NODES,))})
+    drafter.trim(sizes)
+    trees = _trees(sizes, drafter)
     manifest = _manifest(options, checkpoint, source, drafter, trees, digest)
     default = trees[manifest.default_tree]
     bundle = Bundle(folder, manifest, checkpoint.tokenizer, checkpoint.chat_template)
@@ -106,11 +108,10 @@ def _build(
     return written
 
 
-def _trees(options: CompileOptions, drafter: Drafter) -> dict[str, Tree]:
+def _trees(sizes: Sequence[int], drafter: Drafter) -> dict[str, Tree]:
     """The trees asked for, as the drafter likes them, and the plain one."""
     if drafter.candidates == 0:
         return {"1": Tree.chain(1)}
-    sizes = sorted({1, *(options.trees or (DEFAULT_NODES,))})
     trees = {str(nodes): drafter.tree(nodes) for nodes in sizes}
     for nodes, tree in trees.items():
         if tree.depth > drafter.max_depth():

@@ -6,7 +6,7 @@ each node of the next step carries. One drafter is one module file and one line 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -65,6 +65,9 @@ class Drafter(nn.Module):
     def tree(self, nodes: int) -> Tree:
         """The tree of `nodes` nodes that this drafter is best verified with."""
         return Tree.chain(nodes)
+
+    def trim(self, sizes: Collection[int]) -> None:
+        """Drop for good what no tree of these sizes asks for."""
 
     def max_depth(self) -> int:
         """The largest depth that any of its trees can have."""

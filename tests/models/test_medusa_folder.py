@@ -87,7 +87,7 @@ def test_round_trip(target: Target, matrix: Any, tmp_path: Path, reduced: bool, 
 def test_half_precision_is_read_as_float32(target: Target, matrix: Any, tmp_path: Path) -> None:
     save(tmp_path, {name: tensor.half() for name, tensor in tensors().items()})
     heads = load_medusa(tmp_path, matrix)
-    assert heads.first.weight.dtype == heads.heads[0].weight.dtype == torch.float32
+    assert heads.blocks[0].weight.dtype == heads.heads[0].weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_head."])
