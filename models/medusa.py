@@ -88,11 +88,11 @@ class Medusa(Drafter):
         accuracy = tuple(row[:top_k] for row in config.accuracy[:heads])
         self.config = replace(config, heads=heads, top_k=top_k, accuracy=accuracy)
         self.candidates = heads * top_k
-        for block in self.blocks:
-            width = heads * config.hidden_size
-            block.weight.data = block.weight[:, :width].contiguous()
-            if block.bias is not None:
-                block.bias.data = block.bias[:width]
+        width = heads * config.hidden_size
+        for place, block in enumerate(self.blocks):
+            assert isinstance(block, Linear)  # precisions come later
+            bias = None if block.bias is None else block.bias[:width]
+            self.blocks[place] = Linear(block.weight[:, :width], bias)
         if len(self.heads) > 1:
             self.heads = self.heads[:heads]
 
@@ -110,6 +110,6 @@ class Medusa(Drafter):
 
 def _beside(linears: Sequence[Linear]) -> Linear:
     """Layers of one input size as one: `[K, N]` weights -> `[K, heads * N]`."""
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     weight = torch.cat([linear.weight for linear in linears], dim=1)
     return Linear(weight, torch.cat(biases) if biases else None)
