@@ -37,8 +37,8 @@ ONNX_FILE = "model.onnx"
 ENGINE_FILE = "model.engine"
 PROMPTS_FILE = "prompts.jsonl"
 DEFAULT_NODES = 4
-"""Tree size where none is asked for: of 2, 3, 4, 5, 6 and 8 the best on two CPU cores, chats and calls
-taken together."""
+"""Tree size where none is asked for: of 2, 3, 4, 5, 6 and 8 the best on two CPU cores, over chats
+and calls together."""
 
 Say = Callable[[str], None]
 
