@@ -104,7 +104,7 @@ def test_trimmed_heads_draft_the_same_trees(
         expected = whole.tree(nodes)
         assert tree.parents == expected.parents
         drafted = [
-            heads.draft(committed, [])[:, np.asarray(which.slots[1:], int) - 1]  # type: ignore[arg-type]
+            heads.draft(committed, [], target)[:, np.asarray(which.slots[1:], int) - 1]  # type: ignore[arg-type]
             for heads, which in ((whole, expected), (trimmed, tree))
         ]
         assert torch.equal(*drafted)
