@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.dflash_folder import load_dflash
 from forerun.models.drafter import Drafter
 from forerun.models.medusa_folder import load_medusa
 from forerun.models.ngram import NGram
@@ -43,10 +44,16 @@ def _medusa(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Draft
     return load_medusa(folder, vocabulary_matrix(checkpoint))
 
 
+def _dflash(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
+    assert folder is not None
+    return load_dflash(folder, checkpoint.config, capacity)
+
+
 DRAFTERS: dict[str, Callable[[Path | None, Checkpoint, int], Drafter]] = {
     "plain": _plain,
     "ngram": _ngram,
     "medusa": _medusa,
+    "dflash": _dflash,
 }
 """Kind -> (its folder, the target's checkpoint, cache slots) -> drafter."""
 FOLDERLESS = ("plain", "ngram")
@@ -94,8 +101,14 @@ def _kind(folder: Path) -> str:
     if not isinstance(config, dict):
         raise ForerunError(f"{path}: not a JSON object")
     kind = config.get("kind")
-    # Published Medusa folders name no kind, but their number of heads.
-    return str(kind or ("medusa" if "medusa_num_heads" in config else "unknown"))
+    if kind:
+        return str(kind)
+    # Published folders name no kind, but what only theirs have: Medusa its number of heads.
+    if "medusa_num_heads" in config:
+        return "medusa"
+    if "dflash_config" in config or config.get("speculators_model_type") == "dflash":
+        return "dflash"
+    return "unknown"
 
 
 def _digest(folder: Path) -> str:

@@ -133,6 +133,12 @@ def write_tiny(
 
 
 @pytest.fixture(scope="session")
+def write_bundle() -> Callable[..., Path]:
+    """`write_tiny`, for tests that bring a drafter of their own."""
+    return write_tiny
+
+
+@pytest.fixture(scope="session")
 def tiny_bundle(
     tmp_path_factory: pytest.TempPathFactory, tiny_target: tuple[Any, dict[str, Any]]
 ) -> Path:
