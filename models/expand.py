@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.models.grow import Proposal
+from forerun.models.grow import Proposal, in_order
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def keep(level: Proposal, before: int, top_k: int) -> Frontier:
 
     `before` counts the nodes above the level, the root included.
     """
-    order = level.scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    order = in_order(level.scores, torch.arange(top_k, device=level.scores.device))
     above = torch.div(order, top_k, rounding_mode="floor")
     return Frontier(
         level.tokens.gather(1, order), level.scores.gather(1, order), before + order, above
