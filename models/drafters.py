@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import Drafter
+from forerun.models.eagle_folder import eagle_kind, load_eagle
 from forerun.models.medusa_folder import load_medusa
 from forerun.models.ngram import NGram
 
@@ -43,10 +44,20 @@ def _medusa(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Draft
     return load_medusa(folder, vocabulary_matrix(checkpoint))
 
 
+def _eagle(kind: str) -> Callable[[Path | None, Checkpoint, int], Drafter]:
+    def load(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
+        assert folder is not None
+        return load_eagle(folder, kind, checkpoint, capacity)
+
+    return load
+
+
 DRAFTERS: dict[str, Callable[[Path | None, Checkpoint, int], Drafter]] = {
     "plain": _plain,
     "ngram": _ngram,
     "medusa": _medusa,
+    "eagle": _eagle("eagle"),
+    "eagle3": _eagle("eagle3"),
 }
 """Kind -> (its folder, the target's checkpoint, cache slots) -> drafter."""
 FOLDERLESS = ("plain", "ngram")
@@ -93,9 +104,11 @@ def _kind(folder: Path) -> str:
         raise ForerunError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(config, dict):
         raise ForerunError(f"{path}: not a JSON object")
-    kind = config.get("kind")
-    # Published Medusa folders name no kind, but their number of heads.
-    return str(kind or ("medusa" if "medusa_num_heads" in config else "unknown"))
+    if config.get("kind"):
+        return str(config["kind"])
+    if "medusa_num_heads" in config:  # published Medusa folders name no kind
+        return "medusa"
+    return eagle_kind(folder, config) or "unknown"
 
 
 def _digest(folder: Path) -> str:

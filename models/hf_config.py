@@ -126,7 +126,7 @@ def config_from_json(values: Mapping[str, Any], where: str) -> TargetConfig:
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps"),
         max_positions=positions,
-        rope=_rope(fields, head_dim, positions, family.theta),
+        rope=read_rope(fields, head_dim, positions, family.theta),
         tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
         **family.traits(fields, layers),
     )
@@ -147,7 +147,7 @@ def _family(fields: Fields) -> _Family:
     return family
 
 
-def _rope(fields: Fields, head_dim: int, positions: int, default_theta: float) -> RopeConfig:
+def read_rope(fields: Fields, head_dim: int, positions: int, default_theta: float) -> RopeConfig:
     """Rotary parameters, from `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
     scaling = dict(fields.table("rope_parameters") or fields.table("rope_scaling"))
     if any(isinstance(value, dict) for value in scaling.values()):
