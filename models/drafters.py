@@ -16,6 +16,7 @@ from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.dflash_folder import load_dflash
 from forerun.models.drafter import Drafter
+from forerun.models.eagle_folder import eagle_kind, load_eagle
 from forerun.models.medusa_folder import load_medusa
 from forerun.models.ngram import NGram
 
@@ -49,10 +50,20 @@ def _dflash(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Draft
     return load_dflash(folder, checkpoint.config, capacity)
 
 
+def _eagle(kind: str) -> Callable[[Path | None, Checkpoint, int], Drafter]:
+    def load(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
+        assert folder is not None
+        return load_eagle(folder, kind, checkpoint, capacity)
+
+    return load
+
+
 DRAFTERS: dict[str, Callable[[Path | None, Checkpoint, int], Drafter]] = {
     "plain": _plain,
     "ngram": _ngram,
     "medusa": _medusa,
+    "eagle": _eagle("eagle"),
+    "eagle3": _eagle("eagle3"),
     "dflash": _dflash,
 }
 """Kind -> (its folder, the target's checkpoint, cache slots) -> drafter."""
@@ -100,15 +111,14 @@ def _kind(folder: Path) -> str:
         raise ForerunError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(config, dict):
         raise ForerunError(f"{path}: not a JSON object")
-    kind = config.get("kind")
-    if kind:
-        return str(kind)
+    if config.get("kind"):
+        return str(config["kind"])
     # Published folders name no kind, but what only theirs have: Medusa its number of heads.
     if "medusa_num_heads" in config:
         return "medusa"
     if "dflash_config" in config or config.get("speculators_model_type") == "dflash":
         return "dflash"
-    return "unknown"
+    return eagle_kind(folder, config) or "unknown"
 
 
 def _digest(folder: Path) -> str:
