@@ -94,6 +94,14 @@ class Medusa(Drafter):
     def max_depth(self) -> int:
         return self.config.heads
 
+    def chances(self, tree: Tree) -> list[float]:
+        """How likely each node of one of its trees is the target's own choice (section 2.3.3)."""
+        chances = [1.0]
+        for node, depth in enumerate(tree.depths.tolist()[1:], start=1):
+            choice = (tree.slots[node] - 1) % self.config.top_k
+            chances.append(chances[tree.parents[node]] * self.config.accuracy[depth - 1][choice])
+        return chances
+
     def options(self) -> dict[str, int | float | str]:
         return {
             "heads": self.config.heads,

@@ -179,8 +179,8 @@ class Drafted:
         seconds: float = self.engine.seconds
         return seconds
 
-    def prefill(self, request: Request, nodes: int) -> list[int]:
-        tokens: list[int] = self.engine.prefill(request, nodes)
+    def prefill(self, request: Request, nodes: int, row: int) -> list[int]:
+        tokens: list[int] = self.engine.prefill(request, nodes, row)
         self.count = len(tokens)
         return tokens
 
