@@ -31,25 +31,36 @@ class Drafting:
         specs = self.drafter.states()
         if not specs:
             return states
-        rows = self.committed.tokens.shape[1] - 1  # C
 
         def remember(*operands: Tensor) -> tuple[Tensor, ...]:
-            return tuple(self.drafter.remember(*self._unpack(operands), self.vocabulary))
+            new = self.drafter.remember(*self._unpack(operands), self.vocabulary)
+            return tuple(
+                value.permute(2, 0, 1, 3).contiguous() if spec.cache else value
+                for spec, value in zip(specs, new, strict=True)
+            )
 
         def skip(*operands: Tensor) -> tuple[Tensor, ...]:
-            _, before = self._unpack(operands)
+            committed, before = self._unpack(operands)
+            rows = committed.features.shape[1]  # C
             return tuple(
-                state.new_zeros(*state.shape[:2], rows + spec.extra_rows, state.shape[3])
+                state.new_zeros(rows + spec.extra_rows, *state.shape[:2], state.shape[3])
                 if spec.cache
                 else state.clone()
                 for spec, state in zip(specs, before, strict=True)
             )
 
+        # Rows come first out of the branch: torch.cond compares strides, and can't compare those
+        # that hold C, which is no symbol but an expression.
         new = self._branch(remembering, remember, skip, states)
-        return [
-            update(state, value, self.committed.start) if spec.cache else value
-            for spec, state, value in zip(specs, states, new, strict=True)
-        ]
+        after = []
+        for spec, state, value in zip(specs, states, new, strict=True):
+            if spec.cache:
+                after.append(update(state, value.permute(1, 2, 0, 3), self.committed.start))
+                continue
+            for axis, size in enumerate(state.shape):  # which the branch has made torch forget
+                torch._check(value.shape[axis] == size)
+            after.append(value)
+        return after
 
     def next_tree(self, drafting: Tensor, slots: Tensor, states: list[Tensor]) -> dict[str, Tensor]:
         """The outputs that describe the next tree of `slots.shape[0]` nodes."""
