@@ -7,7 +7,6 @@ doesn't; for new text it is the other way round. Each step the best nodes of bot
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
@@ -18,22 +17,15 @@ from torch import Tensor
 from forerun.models.drafter import (
     NO_TOKEN,
     Committed,
-    Drafter,
     GrowingDrafter,
     StateSpec,
     Vocabulary,
 )
 from forerun.models.grow import Proposal
-from forerun.models.medusa import Medusa
 from forerun.models.ngram import NGram
-from forerun.runtime.tree import Tree
 
 SUFFIX = "+ngram"
 """What a drafter's name and kind end with where prompt lookup drafts beside it."""
-WIDEST = 32
-"""Nodes of the learned drafter's fixed tree that compete with the lookup's."""
-FIXED_CHANCE = 0.6
-"""A token's chance where a drafter with fixed trees has no measurements of its own."""
 ABSENT = -1e9
 """Score of a place that holds no node: below that of every node."""
 
@@ -47,7 +39,7 @@ class MatchAccuracy:
     same token, that token is likely in the tree anyway: what counts is who is right in a conflict.
     """
 
-    by_length: tuple[float, ...] = (0.15, 0.35, 0.48, 0.54, 0.60, 0.68, 0.80, 0.92)
+    by_length: tuple[float, ...] = (0.30, 0.40, 0.50, 0.55, 0.65, 0.72, 0.80, 0.92)
     """`by_length[m - 1]`: after a match of m tokens; the last one holds for longer ones too."""
 
     def log_chances(self, gamma: int) -> list[list[float]]:
@@ -61,57 +53,6 @@ class MatchAccuracy:
             for length in range(1, len(logs) + 1)
         ]
         return [[ABSENT] * gamma, *(list(accumulate(row)) for row in rows)]
-
-
-class FixedTree(GrowingDrafter):
-    """A drafter with fixed trees as one that grows the same tree each step."""
-
-    kind: ClassVar[str] = "fixed"
-
-    def __init__(self, drafter: Drafter, tree: Tree, chances: Sequence[float]) -> None:
-        """`tree` is one of its own, the best nodes first; `chances` are its nodes'."""
-        super().__init__()
-        self.drafter, self.shape = drafter, tree
-        self.candidates = tree.nodes - 1
-        self.feature_layers, self.tables = drafter.feature_layers, drafter.tables
-        self.scores = [math.log(max(chance, 1e-30)) for chance in chances[1:]]
-
-    def states(self) -> list[StateSpec]:
-        return self.drafter.states()
-
-    def remember(
-        self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
-    ) -> list[Tensor]:
-        return self.drafter.remember(committed, states, vocabulary)
-
-    def propose(
-        self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
-    ) -> Proposal:
-        drafted = self.drafter.draft(committed, states, vocabulary)
-        device, batch = drafted.device, drafted.shape[0]
-        slots = torch.tensor(self.shape.slots[1:], device=device) - 1
-        parents = torch.tensor(self.shape.parents[1:], device=device)
-        scores = torch.tensor(self.scores, dtype=torch.float32, device=device)
-        return Proposal(drafted[:, slots], parents.expand(batch, -1), scores.expand(batch, -1))
-
-    def max_depth(self) -> int:
-        return self.drafter.max_depth()
-
-    def options(self) -> dict[str, int | float | str]:
-        return self.drafter.options()
-
-
-def as_growing(drafter: Drafter) -> GrowingDrafter:
-    """`drafter` as one that grows its tree, with logarithms of chances as scores."""
-    if isinstance(drafter, GrowingDrafter):
-        return drafter
-    if isinstance(drafter, Medusa):
-        heads, width = drafter.config.heads, drafter.config.top_k
-        reachable = sum(width**depth for depth in range(heads + 1))
-        tree = drafter.tree(min(WIDEST, reachable))
-        return FixedTree(drafter, tree, drafter.chances(tree))
-    tree = Tree.chain(drafter.max_depth() + 1)
-    return FixedTree(drafter, tree, [FIXED_CHANCE**depth for depth in tree.depths.tolist()])
 
 
 class Combined(GrowingDrafter):

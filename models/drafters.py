@@ -14,8 +14,9 @@ from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.combined import SUFFIX, Combined, as_growing
+from forerun.models.combined import SUFFIX, Combined
 from forerun.models.drafter import Drafter
+from forerun.models.growing import as_growing
 from forerun.models.medusa_folder import load_medusa
 from forerun.models.ngram import NGram
 

@@ -77,30 +77,27 @@ class Medusa(Drafter):
             return x
         return torch.stack([rest(x[:, head]) for head, rest in enumerate(self.rest)], dim=1)
 
-    def draft(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
-        features = self.features(committed.hidden)
+    def choices(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Each head's best token ids and their log-probabilities, `[B, heads, top_k]`."""
+        features = self.features(hidden)
         if len(self.heads) == 1:
             logits = self.heads[0](features)  # [B, heads, V']
         else:
             logits = torch.stack([head(features[:, i]) for i, head in enumerate(self.heads)], dim=1)
-        choices: Tensor = logits.to(torch.float32).topk(self.config.top_k, dim=-1).indices
+        logits = logits.to(torch.float32)
+        best, tokens = logits.topk(self.config.top_k, dim=-1)
         if self.ids is not None:
-            choices = self.ids[choices]
-        return choices.flatten(1)
+            tokens = self.ids[tokens]
+        return tokens, (best - logits.logsumexp(-1, keepdim=True)).clamp(max=0.0)
+
+    def draft(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
+        return self.choices(committed.hidden)[0].flatten(1)
 
     def tree(self, nodes: int) -> Tree:
         return best_tree(self.config.accuracy, nodes)
 
     def max_depth(self) -> int:
         return self.config.heads
-
-    def chances(self, tree: Tree) -> list[float]:
-        """How likely each node of one of its trees is the target's own choice (section 2.3.3)."""
-        chances = [1.0]
-        for node, depth in enumerate(tree.depths.tolist()[1:], start=1):
-            choice = (tree.slots[node] - 1) % self.config.top_k
-            chances.append(chances[tree.parents[node]] * self.config.accuracy[depth - 1][choice])
-        return chances
 
     def options(self) -> dict[str, int | float | str]:
         return {

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import load_checkpoint
-from forerun.models.combined import ABSENT, Combined, MatchAccuracy, as_growing, join
+from forerun.models.combined import ABSENT, Combined, MatchAccuracy, join
 from forerun.models.drafter import Committed, Drafter, GrowingDrafter, Vocabulary
 from forerun.models.drafters import find_drafter, load_drafter
 from forerun.models.grow import Proposal, prune
+from forerun.models.growing import as_growing
 from forerun.models.ngram import NGram
 from forerun.models.step import Step
 from forerun.runtime.tree import best_tree
@@ -106,31 +107,46 @@ def test_what_repeats_is_drafted_to_full_length(make_target, make_medusa, run_st
     with torch.no_grad():  # a target that says 0 for ever, which no head knows
         target.head.weight.zero_()
         target.norm.weight.fill_(1.0)
-    alone = run_step(Step(target, make_medusa(target)), [5] + [0] * 12, 33, 8)
-    both = run_step(Step(target, Combined(as_growing(make_medusa(target)))), [5] + [0] * 12, 33, 8)
+    medusa = make_medusa(target)
+    with torch.no_grad():  # random heads are very sure of themselves
+        medusa.heads[0].weight.mul_(0.01)
+    alone = run_step(Step(target, medusa), [5] + [0] * 12, 33, 8)
+    both = run_step(Step(target, Combined(as_growing(medusa))), [5] + [0] * 12, 33, 8)
     assert both.tokens == alone.tokens == [[0] * 33]
     assert set(both.counts[0]) == {8} and 8 not in alone.counts[0]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 8, 16])
 def test_without_a_match_the_tree_is_the_learned_one(make_target, make_medusa, nodes):
+    """Which is: of the best fixed tree's nodes those that the heads find likeliest."""
     target = make_target()
     medusa = make_medusa(target, heads=3, top_k=4)
     combined = Combined(as_growing(medusa))
-    tree = best_tree(medusa.config.accuracy, nodes)
     text = list(range(10, 30))  # nothing occurs twice
     committed = committed_text(text, target.config.hidden_size)
     grown = grow(combined, committed, text, nodes, target)
-    drafted = medusa.draft(committed, [], target)[0].tolist()
-    assert grown.tokens[0].tolist() == [[text[-1], *drafted][slot] for slot in tree.slots]
-    assert grown.parents[0].tolist() == [max(0, parent) for parent in tree.parents]
-    assert grown.depth[0].tolist() == tree.depths.tolist()
-    assert grown.ancestors[0].tolist() == tree.ancestors.tolist()
+
+    heads = medusa.heads[0](medusa.features(committed.hidden))[0].softmax(-1)  # [heads, V]
+    choices = heads.argsort(dim=-1, descending=True)
+    shape = best_tree(medusa.config.accuracy, 32)
+    found: list[tuple[Path, float]] = [((), 1.0)]
+    for parent, slot in zip(shape.parents[1:], shape.slots[1:], strict=True):
+        head, choice = divmod(slot - 1, 4)
+        token = int(choices[head, choice])
+        path, chance = found[parent]
+        found.append(((*path, token), chance * float(heads[head, token])))
+    best = sorted(found, key=lambda item: -item[1])[:nodes]
+    kept = paths(grown.tokens[0, 1:].tolist(), grown.parents[0, 1:].tolist())
+    assert kept == [path for path, _ in best[1:]]
+    assert grown.depth[0, 1:].tolist() == [len(path) for path in kept]
 
 
 def test_a_long_match_takes_the_tree_over_and_a_short_one_does_not(make_target, make_medusa):
     target = make_target()
-    combined = Combined(as_growing(make_medusa(target)), gamma=5)
+    medusa = make_medusa(target)
+    with torch.no_grad():  # random heads are very sure of themselves
+        medusa.heads[0].weight.mul_(0.02)
+    combined = Combined(as_growing(medusa), gamma=5)
 
     def chain(text: list[int]) -> list[int]:
         """How many tokens of the lookup's proposal the tree of 6 holds."""
