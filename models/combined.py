@@ -43,7 +43,7 @@ class MatchAccuracy:
     """`by_length[m - 1]`: after a match of m tokens; the last one holds for longer ones too."""
 
     def log_chances(self, gamma: int) -> list[list[float]]:
-        """`[longest + 1][gamma]`: of each node of the chain that follows a match of m tokens.
+        """`[longest][gamma]`: of each node of the chain that follows a match of 1, 2, ... tokens.
 
         Once i of its tokens are right, the match is i tokens longer.
         """
@@ -52,13 +52,14 @@ class MatchAccuracy:
             [logs[min(length + place, len(logs)) - 1] for place in range(gamma)]
             for length in range(1, len(logs) + 1)
         ]
-        return [[ABSENT] * gamma, *(list(accumulate(row)) for row in rows)]
+        return [list(accumulate(row)) for row in rows]
 
 
 class Combined(GrowingDrafter):
     """`learned`, whose scores are logarithms of chances, and the lookup's chain in one tree."""
 
     kind: ClassVar[str] = "combined"
+    log_chances: Tensor
 
     def __init__(
         self, learned: GrowingDrafter, gamma: int = 7, accuracy: MatchAccuracy | None = None
@@ -69,6 +70,8 @@ class Combined(GrowingDrafter):
         self.lookup = NGram(gamma, longest=len(self.accuracy.by_length), shortest=1)
         self.candidates = learned.candidates + gamma
         self.feature_layers, self.tables = learned.feature_layers, learned.tables
+        # A buffer, since torch.cond's branches take no constants.
+        self.register_buffer("log_chances", torch.tensor(self.accuracy.log_chances(gamma)))
 
     def states(self) -> list[StateSpec]:
         return [*self.learned.states(), *self.lookup.states()]
@@ -86,10 +89,8 @@ class Combined(GrowingDrafter):
     ) -> Proposal:
         learned = self.learned.propose(committed, states[:-1], vocabulary)
         chain, matched = self.lookup.look_up(committed, states[-1])
-        chances = torch.tensor(
-            self.accuracy.log_chances(self.lookup.gamma), dtype=torch.float32, device=chain.device
-        )
-        return join(learned, chain, chances[matched[:, 0]], self.learned.max_depth())
+        chances = self.log_chances[(matched[:, 0] - 1).clamp(min=0)].to(torch.float32)
+        return join(learned, chain, chances, self.learned.max_depth())
 
     def max_depth(self) -> int:
         return max(self.learned.max_depth(), self.lookup.gamma)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -48,28 +50,39 @@ class GrowingMedusa(Growing):
     """
 
     drafter: Medusa
+    slots: Tensor
+    parents: Tensor
+    paths: Tensor
+
+    def __init__(self, drafter: Medusa, shape: Tree) -> None:
+        super().__init__(drafter, shape)
+        # Buffers, since torch.cond's branches take no constants.
+        self.register_buffer("slots", torch.tensor(shape.slots[1:]) - 1)  # [M]
+        self.register_buffer("parents", torch.tensor(shape.parents[1:]))  # [M]
+        self.register_buffer("paths", torch.tensor(_paths(shape, drafter.max_depth())))
 
     def propose(
         self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
     ) -> Proposal:
         tokens, log_chances = self.drafter.choices(committed.hidden)  # [B, heads, k]
-        batch, device = tokens.shape[0], tokens.device
-        slots = torch.tensor(self.shape.slots[1:], device=device) - 1  # [M]
-        parents = torch.tensor(self.shape.parents[1:], device=device)
+        batch = tokens.shape[0]
         none = log_chances.new_zeros(batch, 1)
         log_chances = torch.cat([none, log_chances.flatten(1)], dim=1)  # [B, 1 + heads * k]
         scores = torch.zeros_like(log_chances[:, :1])
-        for column in zip(*self._paths(), strict=True):
+        for depth in range(self.paths.shape[0]):
             # Step by step, so that rounding never lifts a child above its parent.
-            scores = scores + log_chances[:, torch.tensor(column, device=device)]
-        return Proposal(tokens.flatten(1)[:, slots], parents.expand(batch, -1).contiguous(), scores)
+            scores = scores + log_chances[:, self.paths[depth]]
+        parents = self.parents.expand(batch, -1).contiguous()
+        return Proposal(tokens.flatten(1)[:, self.slots], parents, scores)
 
-    def _paths(self) -> list[list[int]]:
-        """`[M][heads]`: each node's slots from the root down, then 0."""
-        paths: list[list[int]] = [[]]
-        for parent, slot in zip(self.shape.parents[1:], self.shape.slots[1:], strict=True):
-            paths.append([*paths[parent], slot])
-        return [path + [0] * (self.max_depth() - len(path)) for path in paths[1:]]
+
+def _paths(shape: Tree, depth: int) -> list[list[int]]:
+    """`[depth][M]`: the slots on each node's way from the root down to it, then 0."""
+    paths: list[list[int]] = [[]]
+    for parent, slot in zip(shape.parents[1:], shape.slots[1:], strict=True):
+        paths.append([*paths[parent], slot])
+    padded = [path + [0] * (depth - len(path)) for path in paths[1:]]
+    return [list(column) for column in zip(*padded, strict=True)]
 
 
 class GrowingChain(Growing):
@@ -83,11 +96,11 @@ class GrowingChain(Growing):
     ) -> Proposal:
         tokens = self.drafter.draft(committed, states, vocabulary)  # [B, M]
         places = torch.arange(self.candidates, device=tokens.device)
-        scores = (places + 1) * torch.tensor(CHAIN_CHANCE).log()
+        scores = (places + 1).to(torch.float32) * math.log(CHAIN_CHANCE)
         return Proposal(
-            tokens,
+            tokens.clone(),
             places.expand_as(tokens).contiguous(),
-            scores.to(torch.float32).expand_as(tokens).contiguous(),
+            scores.expand_as(tokens).contiguous(),
         )
 
 
