@@ -14,9 +14,11 @@ from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.combined import SUFFIX, Combined
 from forerun.models.dflash_folder import load_dflash
 from forerun.models.drafter import Drafter
 from forerun.models.eagle_folder import eagle_kind, load_eagle
+from forerun.models.growing import as_growing
 from forerun.models.medusa_folder import load_medusa
 from forerun.models.ngram import NGram
 
@@ -71,7 +73,19 @@ FOLDERLESS = ("plain", "ngram")
 
 
 def find_drafter(name: str) -> DrafterSource:
-    """`plain`, `ngram`, a drafter folder, or the name of a shipped drafter."""
+    """`plain`, `ngram`, a drafter folder, or the name of a shipped drafter.
+
+    With `+ngram` at the end of a folder or name, prompt lookup drafts beside that drafter.
+    """
+    if name.endswith(SUFFIX) and not Path(name).is_dir():
+        learned = find_drafter(name.removesuffix(SUFFIX))
+        if learned.folder is None or learned.kind.endswith(SUFFIX):
+            raise ForerunError(f"drafter {name!r}: {SUFFIX} goes behind a learned drafter's name")
+        return DrafterSource(
+            *(f"{fact}{SUFFIX}" for fact in (learned.name, learned.kind)),
+            learned.folder,
+            f"{learned.digest}{SUFFIX}",
+        )
     if name in FOLDERLESS:
         return DrafterSource(name, name, None, name)
     shipped = Path(str(resources.files("forerun.models"))) / "shipped"
@@ -94,7 +108,8 @@ def find_drafter(name: str) -> DrafterSource:
 
 def load_drafter(source: DrafterSource, checkpoint: Checkpoint, capacity: int) -> Drafter:
     """The drafter as a module, its weights in float32 and in the checkpoint's own basis."""
-    return DRAFTERS[source.kind](source.folder, checkpoint, capacity)
+    drafter = DRAFTERS[source.kind.removesuffix(SUFFIX)](source.folder, checkpoint, capacity)
+    return Combined(as_growing(drafter)) if source.kind.endswith(SUFFIX) else drafter
 
 
 def vocabulary_matrix(checkpoint: Checkpoint) -> Tensor:

@@ -63,16 +63,21 @@ class Medusa(Drafter):
             x = x + nn.functional.silu(update[:, own] if layer else update)
         return x
 
-    def draft(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
-        features = self.features(committed.hidden)
+    def choices(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Each head's best token ids and their log-probabilities, `[B, heads, top_k]`."""
+        features = self.features(hidden)
         if len(self.heads) == 1:
             logits = self.heads[0](features)  # [B, heads, V']
         else:
             logits = torch.stack([head(features[:, i]) for i, head in enumerate(self.heads)], dim=1)
-        choices: Tensor = logits.to(torch.float32).topk(self.config.top_k, dim=-1).indices
+        logits = logits.to(torch.float32)
+        best, tokens = logits.topk(self.config.top_k, dim=-1)
         if self.ids is not None:
-            choices = self.ids[choices]
-        return choices.flatten(1)
+            tokens = self.ids[tokens]
+        return tokens, (best - logits.logsumexp(-1, keepdim=True)).clamp(max=0.0)
+
+    def draft(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
+        return self.choices(committed.hidden)[0].flatten(1)
 
     def tree(self, nodes: int) -> Tree:
         return best_tree(self.config.accuracy, nodes)
