@@ -7,8 +7,8 @@ of its own. Row c of the context pairs the feature of token c with the token aft
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -163,6 +163,13 @@ class Eagle(GrowingDrafter):
             torch.cat([level.parents for level in levels], dim=1),
             torch.cat([level.scores for level in levels], dim=1),
         )
+
+    def trim(self, sizes: Collection[int]) -> None:
+        """A node of a tree of N nodes is at most N - 1 deep, and the N - 1 best of a level hold all
+        that such a tree may take: nothing that is left out could have been chosen."""
+        most, config = max(max(sizes) - 1, 1), self.config
+        self.config = replace(config, depth=min(config.depth, most), top_k=min(config.top_k, most))
+        self.candidates = proposed(self.config.depth, self.config.top_k)
 
     def max_depth(self) -> int:
         return self.config.depth

@@ -235,7 +235,7 @@ def make_medusa() -> Callable[..., Medusa]:
     return random_medusa
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_eagle() -> Callable[..., Eagle]:
     """`make_eagle(target, kind="eagle3", seed=1, vocabulary=40, **config changes)`."""
     return random_eagle

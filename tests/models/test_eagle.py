@@ -142,6 +142,21 @@ def test_int8_layers_stay_lossless(make_target, make_eagle, run_step):
     assert run_step(step, PROMPT, 25, 9).tokens == plain.tokens
 
 
+@pytest.mark.parametrize("nodes", [2, 3, 5])
+def test_trimming_changes_no_tree(make_target, make_eagle, run_step, nodes):
+    target = make_target()
+    runs = []
+    for sizes in ((1, 99), (1, nodes)):
+        drafter = make_eagle(target, depth=5, top_k=5)
+        drafter.trim(sizes)
+        runs.append(run_step(Step(target, drafter), PROMPT, 20, nodes))
+    assert drafter.max_depth() == min(5, nodes - 1)
+    assert drafter.candidates < proposed(5, 5)
+    assert runs[0].counts == runs[1].counts
+    assert torch.equal(runs[0].last.tokens, runs[1].last.tokens)
+    assert torch.equal(runs[0].last.ancestors, runs[1].last.ancestors)
+
+
 # --- the tree, from the papers' definition ----------------------------------------------------
 
 
