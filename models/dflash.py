@@ -8,7 +8,7 @@ predicts the token at its own position.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from forerun.errors import ForerunError
 from forerun.models.beam import best_first, proposed_nodes
+from forerun.models.choose import argmax
 from forerun.models.draft_layer import (
     DraftAttention,
     DraftLayerConfig,
@@ -87,6 +88,10 @@ class DFlashLayer(nn.Module):
         self.mlp_norm = rms_norm(weights["post_attention_layernorm.weight"], config.rms_norm_eps)
         self.mlp = GatedMlp(under(weights, "mlp."))
 
+    def remember(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """This layer's keys and values of the context `[B, C, H]`, `[B, kv, C, D]` each."""
+        return self.attention.keys_values(context, positions)
+
     def forward(self, x: Tensor, positions: Tensor, context: Seen, block_mask: Tensor) -> Tensor:
         """`x` `[B, n, H]` at `positions` `[B, n]` -> `[B, n, H]`."""
         normed = self.input_norm(x)
@@ -120,7 +125,7 @@ class DFlash(Drafter):
         rotary = Rotary(config.layer, capacity)
         self.fuse: nn.Module = linear(weights, "fc")
         self.context_norm = rms_norm(weights["hidden_norm.weight"], eps)
-        self.layers = nn.ModuleList(
+        self.layers: Iterable[DFlashLayer] = nn.ModuleList(  # type: ignore[assignment]
             DFlashLayer(config.layer, under(weights, f"layers.{layer}."), rotary)
             for layer in range(config.num_layers)
         )
@@ -147,13 +152,13 @@ class DFlash(Drafter):
         positions = committed.start[:, None] + ahead
         rows: list[Tensor] = []
         for layer in self.layers:
-            rows += layer.attention.keys_values(context, positions)
+            rows += layer.remember(context, positions)
         return rows
 
     def logits(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
         """`[B, gamma, V']` float32: each slot's prediction of its own token, the anchor's not."""
         root, at = committed.root, committed.start + committed.count  # [B]
-        masks = root.new_full((1, self.gamma), self.config.mask_token_id)
+        masks = root.new_full((1, self.config.block_size - 1), self.config.mask_token_id)
         block = torch.cat([root[:, None], masks.expand(root.shape[0], -1)], dim=1)  # [B, n]
         positions = at[:, None] + torch.arange(self.config.block_size, device=root.device)
         x = vocabulary.embedding(block)
@@ -163,7 +168,7 @@ class DFlash(Drafter):
             context_mask, block_mask = seen[self.config.attention(number)]
             keys, values = states[2 * number : 2 * number + 2]
             x = layer(x, positions, Seen(keys, values, context_mask), block_mask)
-        hidden = self.norm(x[:, 1:])
+        hidden = self.norm(x[:, 1 : 1 + self.gamma])
         logits: Tensor = vocabulary.logits(hidden) if self.head is None else self.head(hidden)
         return logits.to(torch.float32)
 
@@ -181,10 +186,16 @@ class DFlash(Drafter):
         return context, block
 
     def draft(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
-        return self._tokens(self.logits(committed, states, vocabulary).argmax(-1))
+        return self._tokens(argmax(self.logits(committed, states, vocabulary)))
 
     def _tokens(self, choices: Tensor) -> Tensor:
         return choices if self.ids is None else self.ids[choices]
+
+    def trim(self, sizes: Collection[int]) -> None:
+        """Slots deeper than these trees reach are still computed (the others attend to them, and
+        the drafter was trained so), but predict nothing."""
+        self.gamma = min(self.gamma, max(*sizes, 2) - 1)
+        self.candidates = self.gamma
 
     def max_depth(self) -> int:
         return self.gamma
@@ -208,17 +219,23 @@ class DFlashTree(DFlash, GrowingDrafter):
         ids: Tensor | None = None,
     ) -> None:
         super().__init__(config, weights, capacity, ids)
-        self.candidates = proposed_nodes(self.gamma, config.budget - 1)
+        self.nodes = config.budget - 1  # below the root
+        self.candidates = proposed_nodes(self.gamma, self.nodes)
 
     def propose(
         self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
     ) -> Proposal:
         chances = self.logits(committed, states, vocabulary).log_softmax(-1)
-        best = chances.clamp(min=LEAST_SCORE, max=0.0).topk(self.config.budget - 1, dim=-1)
+        best = chances.clamp(min=LEAST_SCORE, max=0.0).topk(self.nodes, dim=-1)
         return best_first(best.values, self._tokens(best.indices))
 
+    def trim(self, sizes: Collection[int]) -> None:
+        super().trim(sizes)
+        self.nodes = min(self.nodes, max(*sizes, 2) - 1)
+        self.candidates = proposed_nodes(self.gamma, self.nodes)
+
     def options(self) -> dict[str, int | float | str]:
-        return super().options() | {"budget": self.config.budget}
+        return super().options() | {"budget": self.nodes + 1}
 
 
 def dflash(

@@ -225,7 +225,7 @@ def _draft_vocabulary(tensors: dict[str, Tensor], vocabulary: int, path: Path) -
             f"{list(offsets.shape)}"
         )
     ids = torch.arange(len(offsets)) + offsets.to(torch.int64)
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or len(ids.unique()) != len(ids):
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or len(set(ids.tolist())) != len(ids):
         raise ForerunError(
             f"{path}: 'd2t' leads to token ids from {int(ids.min())} to {int(ids.max())}, expected "
             f"distinct ones of the target's {vocabulary}: this drafter belongs to another target"

@@ -249,6 +249,17 @@ def test_caches_equal_a_fresh_prefill(make_target, run_step, tree, nodes, chunk)
 
 
 @pytest.mark.parametrize("tree", [False, True])
+def test_trimming_changes_no_tree_that_is_left(make_target, run_step, tree):
+    target, small, whole = make_target(), make(tree=tree), make(tree=tree)
+    small.trim([1, 3])
+    assert small.max_depth() == 2 and small.candidates < whole.candidates
+    trimmed, full = (run_step(Step(target, d, 5), PROMPT, 24, 3) for d in (small, whole))
+    assert (trimmed.tokens, trimmed.counts) == (full.tokens, full.counts)
+    assert torch.equal(trimmed.last.tokens, full.last.tokens)
+    assert torch.equal(trimmed.last.depth, full.last.depth)
+
+
+@pytest.mark.parametrize("tree", [False, True])
 def test_rows_of_a_batch_do_not_see_each_other(make_target, run_step, tree):
     prompts = [[3, 4, 5, 6, 3, 4], [9, 9, 1, 0, 2, 9], [7, 0, 0, 7, 0, 0]]
     step = Step(make_target(), make(tree=tree))
