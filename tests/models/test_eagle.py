@@ -157,6 +157,22 @@ def test_trimming_changes_no_tree(make_target, make_eagle, run_step, nodes):
     assert torch.equal(runs[0].last.ancestors, runs[1].last.ancestors)
 
 
+@pytest.mark.slow
+def test_smollm2_with_a_random_eagle3_stays_lossless(make_eagle, run_step):
+    from forerun.models.checkpoint import load_checkpoint
+    from forerun.models.target import Target
+
+    checkpoint = load_checkpoint("smollm2")
+    target = Target(checkpoint.config, checkpoint.weights, 192).eval()
+    layers = checkpoint.config.num_layers
+    drafter = make_eagle(
+        target, vocabulary=8192, feature_layers=(2, layers // 2, layers - 3), depth=4, top_k=4
+    )
+    prompt = checkpoint.tokenizer.encode("The three primary colours are").ids
+    plain = run_step(Step(target, Drafter(), 5), prompt, 16, 1)
+    assert run_step(Step(target, drafter), prompt, 16, 6).tokens == plain.tokens
+
+
 # --- the tree, from the papers' definition ----------------------------------------------------
 
 
