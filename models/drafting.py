@@ -43,27 +43,41 @@ class Drafting:
                 if spec.cache
                 else state.clone()
                 for spec, state in zip(specs, before, strict=True)
+                if not spec.drafted
             )
 
-        new = self._branch(remembering, remember, skip, states)
+        new = iter(self._branch(remembering, remember, skip, states))
+        after = [state if spec.drafted else next(new) for spec, state in zip(specs, states)]
         return [
             update(state, value, self.committed.start) if spec.cache else value
-            for spec, state, value in zip(specs, states, new, strict=True)
+            for spec, state, value in zip(specs, states, after, strict=True)
         ]
 
-    def next_tree(self, drafting: Tensor, slots: Tensor, states: list[Tensor]) -> dict[str, Tensor]:
-        """The outputs that describe the next tree of `slots.shape[0]` nodes."""
+    def next_tree(
+        self, drafting: Tensor, slots: Tensor, states: list[Tensor]
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The outputs that describe the next tree of `slots.shape[0]` nodes, and the state with
+        what was kept of drafting it."""
         drafter, root = self.drafter, self.committed.root
         if drafter.candidates == 0:
-            return {"next_tokens": root[:, None][:, slots]}
+            return {"next_tokens": root[:, None][:, slots]}, states
         if isinstance(drafter, GrowingDrafter):
-            return self._grown(drafter, drafting, slots, states)
+            return self._grown(drafter, drafting, slots, states), states
+        kept = [place for place, spec in enumerate(drafter.states()) if spec.drafted]
 
-        def draft(*operands: Tensor) -> Tensor:
-            return drafter.draft(*self._unpack(operands), self.vocabulary)
+        def draft(*operands: Tensor) -> tuple[Tensor, ...]:
+            return drafter.draft_and_keep(*self._unpack(operands), self.vocabulary)
 
-        drafted = self._branch(drafting, draft, lambda *_: self._no_tokens(), states)
-        return {"next_tokens": torch.cat([root[:, None], drafted], dim=1)[:, slots]}
+        def nothing(*operands: Tensor) -> tuple[Tensor, ...]:
+            _, before = self._unpack(operands)
+            return self._no_tokens(), *(before[place].clone() for place in kept)
+
+        drafted, *new = self._branch(drafting, draft, nothing, states)
+        states = list(states)
+        for place, value in zip(kept, new, strict=True):
+            states[place] = value
+        tokens = torch.cat([root[:, None], drafted], dim=1)[:, slots]
+        return {"next_tokens": tokens}, states
 
     def _grown(
         self, drafter: GrowingDrafter, drafting: Tensor, slots: Tensor, states: list[Tensor]

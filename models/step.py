@@ -106,13 +106,14 @@ class Step(nn.Module):
         accepted = accept(tokens, chosen, tree, self.pending, inputs.limit - first)
         drafting = Drafting(self.target, self.drafter, self._committed(inputs, forward, accepted))
         states = drafting.remember(inputs.remembering, states, update)
+        tree_outputs, states = drafting.next_tree(inputs.drafting, inputs.slots, states)
         outputs = StepOutputs(
             emitted=accepted.emitted,
             count=accepted.count,
             next_length=first - 1,
             next_pending=select_rows(accepted.path, inputs.verify, forward.written),
             logits=logits,
-            **drafting.next_tree(inputs.drafting, inputs.slots, states),
+            **tree_outputs,
         )
         return outputs, forward.caches, states
 
