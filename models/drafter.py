@@ -39,7 +39,8 @@ class StateSpec:
     extra_rows: int = 0
     """A cache's rows beyond the C of `Committed` that `remember` gives."""
     drafted: bool = False
-    """Its next value comes with the candidates, not from `remember`: what they were drawn from."""
+    """Its next value comes with the candidates, not from `remember`: what they were drawn from.
+    Such states come after all others."""
 
 
 @dataclass(frozen=True)

@@ -28,30 +28,38 @@ class Drafting:
         self, remembering: Tensor, states: list[Tensor], update: CacheUpdate
     ) -> list[Tensor]:
         """The drafter's state after this step."""
-        specs = self.drafter.states()
+        specs = [spec for spec in self.drafter.states() if not spec.drafted]
         if not specs:
             return states
-        rows = self.committed.tokens.shape[1] - 1  # C
 
         def remember(*operands: Tensor) -> tuple[Tensor, ...]:
-            return tuple(self.drafter.remember(*self._unpack(operands), self.vocabulary))
-
-        def skip(*operands: Tensor) -> tuple[Tensor, ...]:
-            _, before = self._unpack(operands)
+            new = self.drafter.remember(*self._unpack(operands), self.vocabulary)
             return tuple(
-                state.new_zeros(*state.shape[:2], rows + spec.extra_rows, state.shape[3])
-                if spec.cache
-                else state.clone()
-                for spec, state in zip(specs, before, strict=True)
-                if not spec.drafted
+                value.permute(2, 0, 1, 3).contiguous() if spec.cache else value
+                for spec, value in zip(specs, new, strict=True)
             )
 
-        new = iter(self._branch(remembering, remember, skip, states))
-        after = [state if spec.drafted else next(new) for spec, state in zip(specs, states)]
-        return [
-            update(state, value, self.committed.start) if spec.cache else value
-            for spec, state, value in zip(specs, states, after, strict=True)
-        ]
+        def skip(*operands: Tensor) -> tuple[Tensor, ...]:
+            committed, before = self._unpack(operands)
+            rows = committed.features.shape[1]  # C
+            return tuple(
+                state.new_zeros(rows + spec.extra_rows, *state.shape[:2], state.shape[3])
+                if spec.cache
+                else state.clone()
+                for spec, state in zip(specs, before, strict=False)
+            )
+
+        # Rows come first out of the branch: torch.cond compares strides, and can't compare those
+        # that hold C, which is no symbol but an expression.
+        new = self._branch(remembering, remember, skip, states)
+        after = list(states)
+        for place, (spec, value) in enumerate(zip(specs, new, strict=True)):
+            if spec.cache:
+                rows = value.permute(1, 2, 0, 3)
+                after[place] = update(states[place], rows, self.committed.start)
+            else:
+                after[place] = _of_shape(value, states[place])
+        return after
 
     def next_tree(
         self, drafting: Tensor, slots: Tensor, states: list[Tensor]
@@ -75,7 +83,7 @@ class Drafting:
         drafted, *new = self._branch(drafting, draft, nothing, states)
         states = list(states)
         for place, value in zip(kept, new, strict=True):
-            states[place] = value
+            states[place] = _of_shape(value, states[place])
         tokens = torch.cat([root[:, None], drafted], dim=1)[:, slots]
         return {"next_tokens": tokens}, states
 
@@ -121,3 +129,10 @@ class Drafting:
         named = dict(zip(TENSORS, operands[:count], strict=True))
         committed = Committed(**named, branching=self.committed.branching)
         return committed, list(operands[count:])
+
+
+def _of_shape(value: Tensor, state: Tensor) -> Tensor:
+    """A state's next value, whose shape a branch has made torch.export forget."""
+    for axis, size in enumerate(state.shape):
+        torch._check(value.shape[axis] == size)
+    return value

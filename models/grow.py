@@ -39,7 +39,7 @@ def prune(root: Tensor, proposal: Proposal, places: Tensor, max_depth: int) -> G
     parents = torch.cat([root.new_zeros(batch, 1), proposal.parents], dim=1)
     first = torch.full_like(proposal.scores[:, :1], torch.finfo(proposal.scores.dtype).max)
     scores = torch.cat([first, proposal.scores], dim=1)
-    order = scores.sort(dim=1, descending=True, stable=True).indices[:, places]  # [B, N]
+    order = in_order(scores, places)  # [B, N]
     wanted = parents.gather(1, order)  # [B, N] each node's parent, as the proposal counts
     hits = (order[:, None] == wanted[:, :, None]).to(torch.int32)  # [B, N, N]
     above = hits.argmax(-1)
@@ -51,3 +51,15 @@ def prune(root: Tensor, proposal: Proposal, places: Tensor, max_depth: int) -> G
         steps *= 2
     depth = reach.to(torch.int64).sum(-1) - 1
     return GrownTree(tokens.gather(1, order), depth, reach, above)
+
+
+def in_order(scores: Tensor, places: Tensor) -> Tensor:
+    """Which of `scores` `[B, M]` stand at `places` `[N]` by size, the earlier where they tie.
+
+    Every score's rank by counting, since engines differ in how their TopK breaks ties.
+    """
+    index = torch.arange(scores.shape[1], device=scores.device)
+    mine, other = scores[:, :, None], scores[:, None]  # [B, M, 1], [B, 1, M]
+    ahead = (other > mine) | ((other == mine) & (index[None] < index[:, None]))
+    rank = ahead.to(torch.int32).sum(-1, dtype=torch.int32)  # [B, M]
+    return (rank[:, None] == places[:, None]).to(torch.int32).argmax(-1)
