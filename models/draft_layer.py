@@ -53,7 +53,8 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """`x` `[B, h, n, D]` at absolute `positions` `[B, n]`."""
         places = positions.clamp(min=0, max=self.cos.shape[0] - 1)
-        rotated: Tensor = torch.onnx.ops.rotary_embedding(
+        # The operator behind torch.onnx.ops.rotary_embedding, which torch.cond refuses to trace.
+        rotated: Tensor = torch.ops.onnx.RotaryEmbedding.opset23(
             x, self.cos, self.sin, places, rotary_embedding_dim=self.dim
         )
         return rotated
