@@ -81,7 +81,7 @@ def _build(
 ) -> Manifest:
     """All stages, into `folder`."""
     kind, precision = options.kind, options.real_precision
-    drafter = load_drafter(source, checkpoint, options.capacity)
+    drafter = load_drafter(source, checkpoint, options.capacity, options.acceptance)
     trees = _trees(options, drafter)
     manifest = _manifest(options, checkpoint, source, drafter, trees, digest)
     default = int(manifest.default_tree)
@@ -118,6 +118,7 @@ def _trees(options: CompileOptions, drafter: Drafter) -> dict[str, Tree | None]:
     if drafter.candidates == 0:
         return {"1": Tree.chain(1)}
     sizes = sorted({1, *(options.trees or (DEFAULT_NODES,))})
+    drafter.fit(sizes[-1])
     trees: dict[str, Tree | None] = {str(nodes): drafter.tree(nodes) for nodes in sizes}
     for nodes, tree in trees.items():
         if tree is None and int(nodes) > drafter.candidates + 1:

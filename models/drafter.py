@@ -116,7 +116,7 @@ class Drafter(nn.Module):
             )
 
     def fit(self, nodes: int) -> None:
-        """Draft no more than trees of up to `nodes` nodes can take, where drafting less is cheaper."""
+        """Draft what trees of up to `nodes` nodes can take, where drafting less costs less."""
 
     def choose(
         self,

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from forerun.errors import ForerunError
-from forerun.models.checkpoint import Checkpoint
+from forerun.models.checkpoint import SHIPPED, Checkpoint, digest_files, shipped_file
+from forerun.models.draft_folder import load_draft_model
 from forerun.models.drafter import Drafter
 from forerun.models.medusa_folder import load_medusa
 from forerun.models.ngram import NGram
@@ -26,6 +27,7 @@ class DrafterSource:
     name: str
     kind: str
     folder: Path | None
+    """Or the .gguf file of a draft model."""
     digest: str
     """Hash of all that defines it."""
 
@@ -43,26 +45,36 @@ def _medusa(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Draft
     return load_medusa(folder, vocabulary_matrix(checkpoint))
 
 
+def _draft(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
+    assert folder is not None
+    return load_draft_model(folder, checkpoint, capacity)
+
+
 DRAFTERS: dict[str, Callable[[Path | None, Checkpoint, int], Drafter]] = {
     "plain": _plain,
     "ngram": _ngram,
     "medusa": _medusa,
+    "draft": _draft,
 }
 """Kind -> (its folder, the target's checkpoint, cache slots) -> drafter."""
 FOLDERLESS = ("plain", "ngram")
 
 
 def find_drafter(name: str) -> DrafterSource:
-    """`plain`, `ngram`, a drafter folder, or the name of a shipped drafter."""
+    """`plain`, `ngram`, a drafter folder, the name of a shipped drafter, or a draft model: a
+    Hugging Face folder, a .gguf file, or the name of a shipped target."""
     if name in FOLDERLESS:
         return DrafterSource(name, name, None, name)
+    file = shipped_file(name) if name in SHIPPED else Path(name)
+    if file.suffix == ".gguf" and file.is_file():
+        return DrafterSource(file.stem, "draft", file, digest_files([file]))
     shipped = Path(str(resources.files("forerun.models"))) / "shipped"
     names = sorted(path.name for path in shipped.glob("*") if path.is_dir())
     # A folder given by its path wins over a shipped drafter of that name.
     folder = Path(name) if name not in names or Path(name).is_dir() else shipped / name
     if not (folder / "config.json").is_file():
         raise ForerunError(
-            f"drafter {name!r}: neither a folder with a config.json "
+            f"drafter {name!r}: neither a folder with a config.json, a .gguf file, "
             f"nor one of {', '.join([*FOLDERLESS, *names])}"
         )
     kind = _kind(folder)
@@ -74,9 +86,16 @@ def find_drafter(name: str) -> DrafterSource:
     return DrafterSource(folder.name, kind, folder, _digest(folder))
 
 
-def load_drafter(source: DrafterSource, checkpoint: Checkpoint, capacity: int) -> Drafter:
-    """The drafter as a module, its weights in float32 and in the checkpoint's own basis."""
-    return DRAFTERS[source.kind](source.folder, checkpoint, capacity)
+def load_drafter(
+    source: DrafterSource, checkpoint: Checkpoint, capacity: int, acceptance: str = "matching"
+) -> Drafter:
+    """The drafter as a module, its weights in float32 and in the checkpoint's own basis.
+
+    Raises ForerunError where its drafts can't be accepted by the rule `acceptance`.
+    """
+    drafter = DRAFTERS[source.kind](source.folder, checkpoint, capacity)
+    drafter.accept_by(acceptance)
+    return drafter
 
 
 def vocabulary_matrix(checkpoint: Checkpoint) -> Tensor:
@@ -94,8 +113,18 @@ def _kind(folder: Path) -> str:
     if not isinstance(config, dict):
         raise ForerunError(f"{path}: not a JSON object")
     kind = config.get("kind")
+    if kind:
+        return str(kind)
     # Published Medusa folders name no kind, but their number of heads.
-    return str(kind or ("medusa" if "medusa_num_heads" in config else "unknown"))
+    if "medusa_num_heads" in config:
+        return "medusa"
+    return "draft" if _is_language_model(config) else "unknown"
+
+
+def _is_language_model(config: dict[str, Any]) -> bool:
+    """Whether this is a model on its own, which drafts as it is: asked after all other kinds."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith("ForCausalLM") for name in names)
 
 
 def _digest(folder: Path) -> str:

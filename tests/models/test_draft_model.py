@@ -108,7 +108,7 @@ def test_its_caches_equal_a_fresh_prefill(make_target, make_draft_model, run_ste
     text = PROMPT + run.tokens[0]
     small = make_target(7, **SMALL)
     fresh = run_step(Step(small, Drafter(), 5), text, 0, 1).caches
-    for state, cache in zip(run.states, (fresh.keys[0], fresh.values[0])):
+    for state, cache in zip(run.states, (fresh.keys[0], fresh.values[0]), strict=False):
         torch.testing.assert_close(
             state[0, :, : len(text)], cache[0, :, : len(text)].float(), atol=1e-4, rtol=1e-4
         )
