@@ -53,7 +53,7 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """`x` `[B, h, n, D]` at absolute `positions` `[B, n]`."""
         places = positions.clamp(min=0, max=self.cos.shape[0] - 1)
-        # The operator behind torch.onnx.ops.rotary_embedding, which torch.cond refuses to trace.
+        # The op itself: inside torch.cond its wrapper torch.onnx.ops.rotary_embedding is refused.
         rotated: Tensor = torch.ops.onnx.RotaryEmbedding.opset23(
             x, self.cos, self.sin, places, rotary_embedding_dim=self.dim
         )

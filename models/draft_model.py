@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -122,8 +122,9 @@ class DraftModel(Drafter):
         self.acceptance = acceptance
         self.tables = TABLES if acceptance == "rejection" else 1
 
-    def fit(self, nodes: int) -> None:
-        self.gamma = self.candidates = min(max(nodes - 1, 1), MAX_GAMMA)
+    def trim(self, sizes: Collection[int]) -> None:
+        """Draft as many tokens as the largest tree takes, for each costs a forward."""
+        self.gamma = self.candidates = min(max(*sizes, 2) - 1, MAX_GAMMA)
 
     def states(self) -> list[StateSpec]:
         config, real = self.config, self.rotary.cos.dtype

@@ -8,6 +8,7 @@ One drafter is one module file and one line of `forerun.models.drafters.DRAFTERS
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -115,9 +116,6 @@ class Drafter(nn.Module):
                 "a distribution: only a draft model does; use matching, which is exact too"
             )
 
-    def fit(self, nodes: int) -> None:
-        """Draft what trees of up to `nodes` nodes can take, where drafting less costs less."""
-
     def choose(
         self,
         logits: Tensor,
@@ -137,6 +135,9 @@ class Drafter(nn.Module):
     def tree(self, nodes: int) -> Tree | None:
         """The tree of `nodes` nodes that it is best verified with; None where it is grown."""
         return Tree.chain(nodes)
+
+    def trim(self, sizes: Collection[int]) -> None:
+        """Drop for good what no tree of these sizes asks for."""
 
     def max_depth(self) -> int:
         """The largest depth that any of its trees can have."""

@@ -14,8 +14,12 @@ from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import SHIPPED, Checkpoint, digest_files, shipped_file
+from forerun.models.combined import SUFFIX, Combined
+from forerun.models.dflash_folder import load_dflash
 from forerun.models.draft_folder import load_draft_model
 from forerun.models.drafter import Drafter
+from forerun.models.eagle_folder import eagle_kind, load_eagle
+from forerun.models.growing import as_growing
 from forerun.models.medusa_folder import load_medusa
 from forerun.models.ngram import NGram
 
@@ -50,11 +54,27 @@ def _draft(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafte
     return load_draft_model(folder, checkpoint, capacity)
 
 
+def _dflash(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
+    assert folder is not None
+    return load_dflash(folder, checkpoint.config, capacity)
+
+
+def _eagle(kind: str) -> Callable[[Path | None, Checkpoint, int], Drafter]:
+    def load(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
+        assert folder is not None
+        return load_eagle(folder, kind, checkpoint, capacity)
+
+    return load
+
+
 DRAFTERS: dict[str, Callable[[Path | None, Checkpoint, int], Drafter]] = {
     "plain": _plain,
     "ngram": _ngram,
     "medusa": _medusa,
     "draft": _draft,
+    "eagle": _eagle("eagle"),
+    "eagle3": _eagle("eagle3"),
+    "dflash": _dflash,
 }
 """Kind -> (its folder, the target's checkpoint, cache slots) -> drafter."""
 FOLDERLESS = ("plain", "ngram")
@@ -62,7 +82,19 @@ FOLDERLESS = ("plain", "ngram")
 
 def find_drafter(name: str) -> DrafterSource:
     """`plain`, `ngram`, a drafter folder, the name of a shipped drafter, or a draft model: a
-    Hugging Face folder, a .gguf file, or the name of a shipped target."""
+    Hugging Face folder, a .gguf file, or the name of a shipped target.
+
+    With `+ngram` at the end of a folder or name, prompt lookup drafts beside that drafter.
+    """
+    if name.endswith(SUFFIX) and not Path(name).is_dir():
+        learned = find_drafter(name.removesuffix(SUFFIX))
+        if learned.folder is None or learned.kind.endswith(SUFFIX):
+            raise ForerunError(f"drafter {name!r}: {SUFFIX} goes behind a learned drafter's name")
+        return DrafterSource(
+            *(f"{fact}{SUFFIX}" for fact in (learned.name, learned.kind)),
+            learned.folder,
+            f"{learned.digest}{SUFFIX}",
+        )
     if name in FOLDERLESS:
         return DrafterSource(name, name, None, name)
     file = shipped_file(name) if name in SHIPPED else Path(name)
@@ -93,7 +125,8 @@ def load_drafter(
 
     Raises ForerunError where its drafts can't be accepted by the rule `acceptance`.
     """
-    drafter = DRAFTERS[source.kind](source.folder, checkpoint, capacity)
+    drafter = DRAFTERS[source.kind.removesuffix(SUFFIX)](source.folder, checkpoint, capacity)
+    drafter = Combined(as_growing(drafter)) if source.kind.endswith(SUFFIX) else drafter
     drafter.accept_by(acceptance)
     return drafter
 
@@ -112,13 +145,14 @@ def _kind(folder: Path) -> str:
         raise ForerunError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(config, dict):
         raise ForerunError(f"{path}: not a JSON object")
-    kind = config.get("kind")
-    if kind:
-        return str(kind)
-    # Published Medusa folders name no kind, but their number of heads.
+    if config.get("kind"):
+        return str(config["kind"])
+    # Published folders name no kind, but what only theirs have: Medusa its number of heads.
     if "medusa_num_heads" in config:
         return "medusa"
-    return "draft" if _is_language_model(config) else "unknown"
+    if "dflash_config" in config or config.get("speculators_model_type") == "dflash":
+        return "dflash"
+    return eagle_kind(folder, config) or ("draft" if _is_language_model(config) else "unknown")
 
 
 def _is_language_model(config: dict[str, Any]) -> bool:

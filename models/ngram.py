@@ -41,7 +41,13 @@ class NGram(Drafter):
         return [states[0].scatter(1, places, committed.tokens)]
 
     def draft(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
-        history = states[0]  # [B, S]
+        return self.look_up(committed, states[0])[0]
+
+    def look_up(self, committed: Committed, history: Tensor) -> tuple[Tensor, Tensor]:
+        """(what followed the match `[B, gamma]`, -1 without one; the match's length `[B, 1]`).
+
+        `history` `[B, S]`; a length is at most `longest`, and 0 where it is below `shortest`.
+        """
         last = (committed.start + committed.count)[:, None]  # [B, 1] the root's position
         places = torch.arange(history.shape[1], device=history.device)[None]  # [1, S]
         same = places < last  # matching so far; a place must end before the text does
@@ -53,11 +59,12 @@ class NGram(Drafter):
             length = length + same.to(torch.int64)
         score = length * history.shape[1] + places
         best = torch.minimum(score.argmax(-1, keepdim=True), last)  # [B, 1]
-        found = length.gather(1, best) >= self.shortest
+        matched = length.gather(1, best)
+        matched = torch.where(matched >= self.shortest, matched, 0)
         period = (last - best).clamp(min=1)
         ahead = torch.arange(self.gamma, device=history.device)[None]
         drafted = history.gather(1, best + 1 + torch.remainder(ahead, period))
-        return torch.where(found, drafted, NO_TOKEN)
+        return torch.where(matched > 0, drafted, NO_TOKEN), matched
 
     def max_depth(self) -> int:
         return self.gamma

@@ -75,6 +75,57 @@ class Stats:
         return 1 - self.engine_seconds / self.wall_seconds if self.wall_seconds else 0.0
 
 
+class Answering:
+    """One request in a row of `engine`: cuts what its steps commit, and counts.
+
+    Raises what the engine raises for the request.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        request: Request,
+        nodes: int,
+        stop_ids: Collection[int],
+        row: int = 0,
+    ) -> None:
+        self._engine, self._stop_ids = engine, frozenset(stop_ids)
+        self._room = request.limit - len(request.prompt)
+        self._tokens, self._counts = 0, Counter[int]()
+        # The engine may commit a block beyond the limit: cut on the device, it would lower tau.
+        ample = replace(request, limit=request.limit + nodes)
+        start = time.perf_counter()
+        committed = engine.prefill(ample, nodes, row)
+        self._begin, self._inside = time.perf_counter(), engine.seconds
+        self._prefill_seconds = self._begin - start
+        self.first = self._cut(committed)
+        """What the prefill gave."""
+
+    def take(self, committed: Sequence[int]) -> Block:
+        """The block that one step's tokens give."""
+        block = self._cut(committed)
+        if committed:
+            self._counts[len(committed)] += 1
+            self._tokens += len(block.tokens) + (block.finish == "stop")
+        return block
+
+    @property
+    def stats(self) -> Stats:
+        """What it took until now."""
+        return Stats(
+            self._prefill_seconds,
+            time.perf_counter() - self._begin,
+            self._engine.seconds - self._inside,
+            self._tokens,
+            tuple(self._counts[n] for n in range(1, max(self._counts, default=0) + 1)),
+        )
+
+    def _cut(self, committed: Sequence[int]) -> Block:
+        block = cut(committed, self._room, self._stop_ids)
+        self._room -= len(block.tokens)
+        return block
+
+
 class Decoding(Iterator[Block]):
     """One request's blocks, computed as they are asked for; `stats` is complete after the last."""
 
@@ -82,7 +133,7 @@ class Decoding(Iterator[Block]):
         self, engine: Engine, request: Request, nodes: int, stop_ids: Collection[int]
     ) -> None:
         self.stats = Stats()
-        self._blocks = self._run(engine, request, nodes, frozenset(stop_ids))
+        self._blocks = self._run(engine, request, nodes, stop_ids)
 
     def __next__(self) -> Block:
         return next(self._blocks)
@@ -92,34 +143,17 @@ class Decoding(Iterator[Block]):
         self._blocks.close()
 
     def _run(
-        self, engine: Engine, request: Request, nodes: int, stop_ids: frozenset[int]
+        self, engine: Engine, request: Request, nodes: int, stop_ids: Collection[int]
     ) -> Generator[Block]:
-        room = request.limit - len(request.prompt)
-        # The engine may commit a block beyond the limit: cut on the device, it would lower tau.
-        ample = replace(request, limit=request.limit + nodes)
-        start = time.perf_counter()
-        committed = engine.prefill(ample, nodes)
-        begin, inside = time.perf_counter(), engine.seconds
-        tokens, counts = 0, Counter[int]()
+        answering = Answering(engine, request, nodes, stop_ids)
         try:
-            block = cut(committed, room, stop_ids)
+            block = answering.first
             yield block
             while block.finish is None:
-                room -= len(block.tokens)
-                committed = engine.step(nodes)[0]
-                block = cut(committed, room, stop_ids)
-                if committed:
-                    counts[len(committed)] += 1
-                    tokens += len(block.tokens) + (block.finish == "stop")
+                block = answering.take(engine.step(nodes)[0])
                 yield block
         finally:
-            self.stats = Stats(
-                begin - start,
-                time.perf_counter() - begin,
-                engine.seconds - inside,
-                tokens,
-                tuple(counts[count] for count in range(1, max(counts, default=0) + 1)),
-            )
+            self.stats = answering.stats
 
 
 def decode(

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from tokenizers import Tokenizer
 
 from forerun.errors import ForerunError
+from forerun.runtime.batch import Job, decode_batch
 from forerun.runtime.bundle import Bundle, load_bundle
 from forerun.runtime.chat import Messages, encode_prompt
 from forerun.runtime.engine import GREEDY, Engine, Request, load_engine
-from forerun.runtime.loop import Decoding, FinishReason, Stats, decode
+from forerun.runtime.loop import Block, Decoding, FinishReason, Stats, decode
 from forerun.runtime.sampling import SamplingParams
 from forerun.runtime.text import Detokenizer, StopStrings
+
+Value = TypeVar("Value", int, SamplingParams)
 
 
 @dataclass(frozen=True)
@@ -26,57 +32,32 @@ class Completion:
     stats: Stats
 
 
-class Stream(Iterator[str]):
-    """An answer's text, piece by piece as it is decoded."""
+class Answer:
+    """One answer's tokens and text, as its blocks come."""
 
-    def __init__(self, model: Model, decoding: Decoding, stop: Sequence[str]) -> None:
-        self._model, self._decoding = model, decoding
-        self._detokenizer = Detokenizer(model.bundle.tokenizer)
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stop)
         self._one_by_one = bool(stop)
         self._token_ids: list[int] = []
         self._text: list[str] = []
-        self._finish: FinishReason = "cancelled"
-        self._pieces = self._run()
+        self.finish: FinishReason | None = None
+        """Why the answer is complete; None while it isn't."""
 
-    def __next__(self) -> str:
-        return next(self._pieces)
+    def push(self, block: Block) -> str:
+        """The text that the block settles."""
+        text, stopped = self._push(block.tokens)
+        if block.finish and not stopped:
+            rest, stopped = self._stops.push(self._detokenizer.flush())
+            text += rest + self._stops.flush()
+        self.finish = "stop" if stopped else block.finish
+        self._text.append(text)
+        return text
 
-    def close(self) -> None:
-        """Ends the answer where it is; `completion` is then what there was."""
-        self._pieces.close()
-
-    @property
-    def completion(self) -> Completion:
-        """The whole answer: decodes what is left of it first."""
-        for _ in self:
-            pass
-        return Completion(
-            "".join(self._text), tuple(self._token_ids), self._finish, self._decoding.stats
-        )
-
-    def _run(self) -> Generator[str]:
-        self._model.active = self
-        try:
-            for block in self._decoding:
-                text, stopped = self._push(block.tokens)
-                if block.finish and not stopped:
-                    rest, stopped = self._stops.push(self._detokenizer.flush())
-                    text += rest + self._stops.flush()
-                if text:
-                    self._text.append(text)
-                if stopped or block.finish:
-                    self._finish = "stop" if stopped else block.finish or "length"
-                if text:
-                    yield text
-                if stopped:
-                    return
-                if self._model.active is not self:
-                    raise ForerunError(
-                        "another request began on this model: finish or close one before the next"
-                    )
-        finally:
-            self._decoding.close()
+    def completion(self, stats: Stats) -> Completion:
+        """What there is."""
+        finish = self.finish or "cancelled"
+        return Completion("".join(self._text), tuple(self._token_ids), finish, stats)
 
     def _push(self, tokens: Sequence[int]) -> tuple[str, bool]:
         """(text that can be shown now, whether a stop string ended it)."""
@@ -92,8 +73,46 @@ class Stream(Iterator[str]):
         return text, False
 
 
+class Stream(Iterator[str]):
+    """An answer's text, piece by piece as it is decoded."""
+
+    def __init__(self, model: Model, decoding: Decoding, stop: Sequence[str]) -> None:
+        self._model, self._decoding = model, decoding
+        self._answer = Answer(model.bundle.tokenizer, stop)
+        self._pieces = self._run()
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Ends the answer where it is; `completion` is then what there was."""
+        self._pieces.close()
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer: decodes what is left of it first."""
+        for _ in self:
+            pass
+        return self._answer.completion(self._decoding.stats)
+
+    def _run(self) -> Generator[str]:
+        self._model.active = self
+        try:
+            for block in self._decoding:
+                if text := self._answer.push(block):
+                    yield text
+                if self._answer.finish:
+                    return
+                if self._model.active is not self:
+                    raise ForerunError(
+                        "another request began on this model: finish or close one before the next"
+                    )
+        finally:
+            self._decoding.close()
+
+
 class Model:
-    """A loaded bundle. One request at a time."""
+    """A loaded bundle. One request at a time, or a list of them."""
 
     def __init__(self, bundle: Bundle, engine: Engine) -> None:
         self.bundle, self.engine = bundle, engine
@@ -119,6 +138,53 @@ class Model:
             prompt, max_new_tokens, params, plain=plain, nodes=nodes, stop=stop
         ).completion
 
+    def generate_many(
+        self,
+        prompts: Sequence[str | Messages],
+        max_new_tokens: int | Sequence[int] = 256,
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        *,
+        plain: bool = False,
+        nodes: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[Completion | ForerunError]:
+        """The answers to many prompts, as many at a time as the model was loaded with `rows`.
+
+        Each is what `generate` gives alone. `max_new_tokens` and `params` are for all, or one a
+        prompt. A prompt that can't be answered has its error instead, and the others are answered.
+        """
+        self.active = None  # a stream in its midst ends
+        size = self.tree_size(plain, nodes)
+        limits = _one_each(max_new_tokens, len(prompts), "max_new_tokens")
+        every = _one_each(params, len(prompts), "params")
+        stop = (stop,) if isinstance(stop, str) else stop
+        answers = [Answer(self.bundle.tokenizer, stop) for _ in prompts]
+        results: dict[int, ForerunError] = {}
+        places, jobs = [], []  # jobs[i] is prompt places[i]
+        for place, prompt in enumerate(prompts):
+            try:
+                ids = encode_prompt(self.bundle, prompt)
+                request = _request(ids, limits[place], every[place])
+            except ForerunError as error:
+                results[place] = error
+                continue
+            places.append(place)
+            jobs.append(Job(request, frozenset(self.bundle.manifest.target.stop_ids)))
+        decoding = decode_batch(self.engine, jobs, size)
+        for event in decoding:
+            place = places[event.number]
+            if isinstance(event.outcome, ForerunError):
+                results[place] = event.outcome
+                continue
+            answers[place].push(event.outcome)
+            if answers[place].finish:  # a stop string may have ended it before the engine did
+                decoding.cancel(event.number)
+        stats = {place: decoding.stats[number] for number, place in enumerate(places)}
+        return [
+            results[place] if place in results else answer.completion(stats[place])
+            for place, answer in enumerate(answers)
+        ]
+
     def stream(
         self,
         prompt: str | Messages,
@@ -142,11 +208,9 @@ class Model:
         stop: Sequence[str] = (),
     ) -> Stream:
         """As `stream`, for a prompt of token ids and a tree of `nodes` nodes (1: plain)."""
-        if max_new_tokens < 1:
-            raise ForerunError(f"max_new_tokens is {max_new_tokens}: ask for at least one token")
         if isinstance(stop, str):
             stop = (stop,)
-        request = Request(ids, len(ids) + max_new_tokens, params)
+        request = _request(ids, max_new_tokens, params)
         stop_ids = self.bundle.manifest.target.stop_ids
         return Stream(self, decode(self.engine, request, nodes, stop_ids), stop)
 
@@ -163,11 +227,27 @@ class Model:
         return nodes
 
 
-def load(path: str | Path, threads: int | None = None) -> Model:
+def load(path: str | Path, threads: int | None = None, rows: int = 1) -> Model:
     """The model in the bundle folder `path`, every file checked against its hash.
 
-    `threads` bounds the CPU threads of an engine that runs there (None: all cores). Raises
-    ForerunError where the bundle is damaged or this machine can't run its engine.
+    `threads` bounds the CPU threads of an engine that runs there (None: all cores); `rows` is how
+    many requests `generate_many` answers side by side. Raises ForerunError where the bundle is
+    damaged or this machine can't run its engine.
     """
     bundle = load_bundle(path)
-    return Model(bundle, load_engine(bundle, threads))
+    return Model(bundle, load_engine(bundle, threads, rows))
+
+
+def _request(ids: Sequence[int], max_new_tokens: int, params: SamplingParams) -> Request:
+    if max_new_tokens < 1:
+        raise ForerunError(f"max_new_tokens is {max_new_tokens}: ask for at least one token")
+    return Request(ids, len(ids) + max_new_tokens, params)
+
+
+def _one_each(value: Value | Sequence[Value], count: int, name: str) -> Sequence[Value]:
+    """`value` for each of `count` prompts, or the one value that all share."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise ForerunError(f"{name} has {len(value)} values for {count} prompts: give one each")
+    return value

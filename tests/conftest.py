@@ -133,6 +133,12 @@ def write_tiny(
 
 
 @pytest.fixture(scope="session")
+def write_bundle() -> Callable[..., Path]:
+    """`write_tiny`, for tests that bring a drafter of their own."""
+    return write_tiny
+
+
+@pytest.fixture(scope="session")
 def tiny_bundle(
     tmp_path_factory: pytest.TempPathFactory, tiny_target: tuple[Any, dict[str, Any]]
 ) -> Path:
@@ -143,25 +149,40 @@ def tiny_bundle(
     return write_tiny(folder, tiny_target, lambda: NGram(PENDING - 1, 4, 1), [1, 4, 8])
 
 
+def tiny_medusa(target: tuple[Any, dict[str, Any]]) -> Any:
+    """Three random Medusa heads for the tiny target."""
+    import torch
+
+    from forerun.models.linear import Linear
+    from forerun.models.medusa import Medusa, MedusaConfig
+
+    config, weights = target
+    generator = torch.Generator().manual_seed(1)
+    size = config.hidden_size
+    blocks = [[Linear(torch.randn(size, size, generator=generator) * 0.1)] for _ in range(3)]
+    accuracy = ((0.5, 0.3, 0.1), (0.4, 0.2, 0.1), (0.3, 0.1, 0.05))
+    shared = Linear(weights["lm_head.weight"].T)
+    return Medusa(MedusaConfig(3, 1, size, 3, accuracy), blocks, [shared])
+
+
 @pytest.fixture(scope="session")
 def tiny_medusa_bundle(
     tmp_path_factory: pytest.TempPathFactory, tiny_target: tuple[Any, dict[str, Any]]
 ) -> Path:
     """The tiny target with three random Medusa heads: trees of 1, 6 and 10."""
-    torch = pytest.importorskip("torch")
-    from forerun.models.linear import Linear
-    from forerun.models.medusa import Medusa, MedusaConfig
+    folder = tmp_path_factory.mktemp("tiny-medusa")
+    return write_tiny(folder, tiny_target, lambda: tiny_medusa(tiny_target), [1, 6, 10])
 
-    config, weights = tiny_target
-    generator = torch.Generator().manual_seed(1)
-    size = config.hidden_size
 
-    def head() -> list[Linear]:
-        return [Linear(torch.randn(size, size, generator=generator) * 0.1)]
+@pytest.fixture(scope="session")
+def tiny_combined_bundle(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target: tuple[Any, dict[str, Any]]
+) -> Path:
+    """The tiny target with those heads and prompt lookup: trees of 1, 6 and 10."""
+    from forerun.models.combined import Combined
+    from forerun.models.growing import as_growing
 
-    def make() -> Medusa:
-        accuracy = ((0.5, 0.3, 0.1), (0.4, 0.2, 0.1), (0.3, 0.1, 0.05))
-        shared = Linear(weights["lm_head.weight"].T)
-        return Medusa(MedusaConfig(3, 1, size, 3, accuracy), [head() for _ in range(3)], [shared])
+    def make() -> Any:
+        return Combined(as_growing(tiny_medusa(tiny_target)), PENDING - 1)
 
-    return write_tiny(tmp_path_factory.mktemp("tiny-medusa"), tiny_target, make, [1, 6, 10])
+    return write_tiny(tmp_path_factory.mktemp("tiny-combined"), tiny_target, make, [1, 6, 10])

@@ -51,8 +51,15 @@ def run(
     return [token for block in blocks for token in block.tokens], blocks[-1].finish, decoding.stats
 
 
+@pytest.fixture(scope="module")
+def combined(tiny_combined_bundle: Path) -> Any:
+    return load_engine(load_bundle(tiny_combined_bundle), threads=1)
+
+
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled", "warped"])
-@pytest.mark.parametrize(("name", "sizes"), [("ngram", (4, 8)), ("medusa", (6, 10))])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("ngram", (4, 8)), ("medusa", (6, 10)), ("combined", (6, 10))]
+)
 def test_speculation_changes_no_token(
     request: pytest.FixtureRequest, name: str, sizes: tuple[int, ...], params: SamplingParams
 ) -> None:
@@ -179,8 +186,8 @@ class Drafted:
         seconds: float = self.engine.seconds
         return seconds
 
-    def prefill(self, request: Request, nodes: int) -> list[int]:
-        tokens: list[int] = self.engine.prefill(request, nodes)
+    def prefill(self, request: Request, nodes: int, row: int) -> list[int]:
+        tokens: list[int] = self.engine.prefill(request, nodes, row)
         self.count = len(tokens)
         return tokens
 
