@@ -82,7 +82,7 @@ def _build(
 ) -> Manifest:
     """All stages, into `folder`."""
     kind, precision = options.kind, options.real_precision
-    drafter = load_drafter(source, checkpoint, options.capacity)
+    drafter = load_drafter(source, checkpoint, options.capacity, options.acceptance)
     sizes = sorted({1, *(options.trees or (DEFAULT_NODES,))})
     drafter.trim(sizes)
     trees = _trees(sizes, drafter)

@@ -11,6 +11,7 @@ import torch
 
 from forerun.models.config import RopeConfig, TargetConfig
 from forerun.models.draft_layer import DraftLayerConfig
+from forerun.models.draft_model import DraftModel
 from forerun.models.eagle import Eagle, Eagle3, EagleConfig
 from forerun.models.linear import Linear
 from forerun.models.medusa import Medusa, MedusaConfig
@@ -41,14 +42,26 @@ def tiny_config(**changes: Any) -> TargetConfig:
     return replace(config, **changes)
 
 
-def random_target(config: TargetConfig, seed: int = 0, attention: str = "grouped") -> Target:
-    """A target of random weights, spread enough that arg-maxes vary."""
+def random_weights(config: TargetConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A checkpoint's random weights, spread enough that arg-maxes vary."""
     generator = torch.Generator().manual_seed(seed)
-    weights = {
+    return {
         name: torch.randn(*shape, generator=generator) * 0.4 + ("norm" in name)
         for name, shape in tensor_shapes(config)
     }
-    return Target(config, weights, SLOTS, attention).eval()
+
+
+def random_target(config: TargetConfig, seed: int = 0, attention: str = "grouped") -> Target:
+    """A target of random weights."""
+    return Target(config, random_weights(config, seed), SLOTS, attention).eval()
+
+
+def random_draft_model(
+    seed: int = 0, gamma: int = 4, acceptance: str = "matching", **changes: Any
+) -> DraftModel:
+    """A draft model of random weights; with the target's seed and sizes it is the target."""
+    config = tiny_config(**changes)
+    return DraftModel(config, random_weights(config, seed), SLOTS, gamma, acceptance).eval()
 
 
 def random_medusa(target: Target, heads: int = 3, top_k: int = 3, seed: int = 1) -> Medusa:
@@ -233,6 +246,12 @@ def make_target() -> Callable[..., Target]:
 def make_medusa() -> Callable[..., Medusa]:
     """Random Medusa heads for a target."""
     return random_medusa
+
+
+@pytest.fixture
+def make_draft_model() -> Callable[..., DraftModel]:
+    """`make_draft_model(seed=0, gamma=4, acceptance="matching", **config changes)`."""
+    return random_draft_model
 
 
 @pytest.fixture(scope="session")
