@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -45,6 +46,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ForerunError(f"{path}: {name!r} is not a tensor with a name")
     return tensors
+
+
+def tensor_names(path: Path) -> set[str]:
+    """The keys of a file of tensors; those of a .safetensors file without reading the tensors."""
+    if path.suffix != ".safetensors":
+        return set(read_tensors(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except Exception as error:  # the library raises its own class, and OSError
+        raise ForerunError(f"{path}: damaged: {_line(error)}: download it again") from None
 
 
 def check_tensors(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,46 @@ from forerun.models.draft_folder import load_draft_model
 from forerun.models.drafter import Drafter
 from forerun.models.eagle_folder import eagle_kind, load_eagle
 from forerun.models.growing import as_growing
+from forerun.models.hf_config import read_json
 from forerun.models.medusa_folder import load_medusa
 from forerun.models.ngram import NGram
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """One kind of learned drafter."""
+
+    load: Callable[[Path, Checkpoint, int], Drafter]
+    """(its folder, the target's checkpoint, cache slots) -> drafter."""
+    claims: Callable[[Path, Mapping[str, Any]], bool]
+    """Whether a published folder, which names no kind, holds one: by its config.json, or else by
+    its tensors."""
+
+
+DRAFTERS: dict[str, DrafterKind] = {
+    "medusa": DrafterKind(
+        lambda folder, checkpoint, _: load_medusa(folder, vocabulary_matrix(checkpoint)),
+        lambda _, config: "medusa_num_heads" in config,
+    ),
+    "dflash": DrafterKind(
+        lambda folder, checkpoint, slots: load_dflash(folder, checkpoint.config, slots),
+        lambda _, config: (
+            "dflash_config" in config or config.get("speculators_model_type") == "dflash"
+        ),
+    ),
+    "eagle3": DrafterKind(
+        partial(load_eagle, "eagle3"),
+        lambda folder, config: eagle_kind(folder, config) == "eagle3",
+    ),
+    "eagle": DrafterKind(
+        partial(load_eagle, "eagle"),
+        lambda folder, config: eagle_kind(folder, config) == "eagle",
+    ),
+    # A language model on its own drafts as it is: asked after all others.
+    "draft": DrafterKind(load_draft_model, lambda _, config: _is_language_model(config)),
+}
+FOLDERLESS: dict[str, Callable[[], Drafter]] = {"plain": Drafter, "ngram": NGram}
+"""Drafters that nothing is read for."""
 
 
 @dataclass(frozen=True)
@@ -34,50 +72,8 @@ class DrafterSource:
     """Or the .gguf file of a draft model."""
     digest: str
     """Hash of all that defines it."""
-
-
-def _plain(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
-    return Drafter()
-
-
-def _ngram(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
-    return NGram()
-
-
-def _medusa(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
-    assert folder is not None
-    return load_medusa(folder, vocabulary_matrix(checkpoint))
-
-
-def _draft(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
-    assert folder is not None
-    return load_draft_model(folder, checkpoint, capacity)
-
-
-def _dflash(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
-    assert folder is not None
-    return load_dflash(folder, checkpoint.config, capacity)
-
-
-def _eagle(kind: str) -> Callable[[Path | None, Checkpoint, int], Drafter]:
-    def load(folder: Path | None, checkpoint: Checkpoint, capacity: int) -> Drafter:
-        assert folder is not None
-        return load_eagle(folder, kind, checkpoint, capacity)
-
-    return load
-
-
-DRAFTERS: dict[str, Callable[[Path | None, Checkpoint, int], Drafter]] = {
-    "plain": _plain,
-    "ngram": _ngram,
-    "medusa": _medusa,
-    "draft": _draft,
-    "eagle": _eagle("eagle"),
-    "eagle3": _eagle("eagle3"),
-    "dflash": _dflash,
-}
-"""Kind -> (its folder, the target's checkpoint, cache slots) -> drafter."""
-FOLDERLESS = ("plain", "ngram")
+    with_lookup: bool = False
+    """Prompt lookup drafts beside it."""
 
 
 def find_drafter(name: str) -> DrafterSource:
@@ -88,12 +84,14 @@ def find_drafter(name: str) -> DrafterSource:
     """
     if name.endswith(SUFFIX) and not Path(name).is_dir():
         learned = find_drafter(name.removesuffix(SUFFIX))
-        if learned.folder is None or learned.kind.endswith(SUFFIX):
+        if learned.folder is None or learned.with_lookup:
             raise ForerunError(f"drafter {name!r}: {SUFFIX} goes behind a learned drafter's name")
-        return DrafterSource(
-            *(f"{fact}{SUFFIX}" for fact in (learned.name, learned.kind)),
-            learned.folder,
-            f"{learned.digest}{SUFFIX}",
+        return replace(
+            learned,
+            name=learned.name + SUFFIX,
+            kind=learned.kind + SUFFIX,
+            digest=learned.digest + SUFFIX,
+            with_lookup=True,
         )
     if name in FOLDERLESS:
         return DrafterSource(name, name, None, name)
@@ -109,13 +107,7 @@ def find_drafter(name: str) -> DrafterSource:
             f"drafter {name!r}: neither a folder with a config.json, a .gguf file, "
             f"nor one of {', '.join([*FOLDERLESS, *names])}"
         )
-    kind = _kind(folder)
-    if kind not in DRAFTERS:
-        raise ForerunError(
-            f"{folder / 'config.json'}: unknown drafter kind {kind!r}: "
-            f"this version knows {', '.join(DRAFTERS)}"
-        )
-    return DrafterSource(folder.name, kind, folder, _digest(folder))
+    return DrafterSource(folder.name, _kind(folder), folder, _digest(folder))
 
 
 def load_drafter(
@@ -125,8 +117,13 @@ def load_drafter(
 
     Raises ForerunError where its drafts can't be accepted by the rule `acceptance`.
     """
-    drafter = DRAFTERS[source.kind.removesuffix(SUFFIX)](source.folder, checkpoint, capacity)
-    drafter = Combined(as_growing(drafter)) if source.kind.endswith(SUFFIX) else drafter
+    if source.folder is None:
+        drafter = FOLDERLESS[source.kind]()
+    else:
+        kind = DRAFTERS[source.kind.removesuffix(SUFFIX)]
+        drafter = kind.load(source.folder, checkpoint, capacity)
+    if source.with_lookup:
+        drafter = Combined(as_growing(drafter))
     drafter.accept_by(acceptance)
     return drafter
 
@@ -138,25 +135,19 @@ def vocabulary_matrix(checkpoint: Checkpoint) -> Tensor:
 
 
 def _kind(folder: Path) -> str:
-    path = folder / "config.json"
-    try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ForerunError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ForerunError(f"{path}: not a JSON object")
-    if config.get("kind"):
-        return str(config["kind"])
-    # Published folders name no kind, but what only theirs have: Medusa its number of heads.
-    if "medusa_num_heads" in config:
-        return "medusa"
-    if "dflash_config" in config or config.get("speculators_model_type") == "dflash":
-        return "dflash"
-    return eagle_kind(folder, config) or ("draft" if _is_language_model(config) else "unknown")
+    config = read_json(folder / "config.json")
+    found = config.get("kind") or next(
+        (kind for kind, entry in DRAFTERS.items() if entry.claims(folder, config)), "unknown"
+    )
+    if found not in DRAFTERS:
+        raise ForerunError(
+            f"{folder / 'config.json'}: unknown drafter kind {found!r}: "
+            f"this version knows {', '.join([*FOLDERLESS, *DRAFTERS])}"
+        )
+    return str(found)
 
 
-def _is_language_model(config: dict[str, Any]) -> bool:
-    """Whether this is a model on its own, which drafts as it is: asked after all other kinds."""
+def _is_language_model(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures")
     return isinstance(names, list) and any(str(name).endswith("ForCausalLM") for name in names)
 

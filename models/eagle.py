@@ -92,8 +92,8 @@ class Eagle(GrowingDrafter):
         self.embed = None if own is None else nn.Embedding.from_pretrained(own)  # type: ignore[no-untyped-call]
         self.fc: nn.Module | None = linear(weights, "fc") if "fc.weight" in weights else None
         layer, eps = under(weights, "layers.0."), config.layer.rms_norm_eps
-        rotary = Rotary(config.layer, capacity)
-        self.attention = DraftAttention(config.layer, under(layer, "self_attn."), rotary)
+        self.rotary = Rotary(config.layer, capacity)
+        self.attention = DraftAttention(config.layer, under(layer, "self_attn."), self.rotary)
         self.mlp_norm = rms_norm(layer["post_attention_layernorm.weight"], eps)
         self.mlp = GatedMlp(under(layer, "mlp."))
         self.register_buffer("ids", None)
@@ -119,7 +119,7 @@ class Eagle(GrowingDrafter):
     def states(self) -> list[StateSpec]:
         config = self.config.layer
         shape = ("batch", config.num_kv_heads, "slots", config.head_dim)
-        dtype = self.attention.rotary.cos.dtype
+        dtype = self.rotary.cos.dtype
         return [StateSpec(f"draft_{part}", shape, dtype, cache=True) for part in ("keys", "values")]
 
     def remember(

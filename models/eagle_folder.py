@@ -20,7 +20,13 @@ from torch import Tensor
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import NORMED
-from forerun.models.drafter_folder import check_tensors, find_weights, read_tensors, write_folder
+from forerun.models.drafter_folder import (
+    check_tensors,
+    find_weights,
+    read_tensors,
+    tensor_names,
+    write_folder,
+)
 from forerun.models.eagle import LAYER_NORM, WHOLE_NORM, Eagle, Eagle3, EagleConfig
 from forerun.models.eagle_config import AUX_LAYERS, Facts, read_facts
 from forerun.models.hf_config import read_json
@@ -39,14 +45,14 @@ def eagle_kind(folder: Path, values: Mapping[str, Any]) -> str | None:
         return "eagle3"
     if not any((folder / name).is_file() for name in FILES):
         return None
-    names = read_tensors(find_weights(folder, FILES, "weights")).keys()
+    names = tensor_names(find_weights(folder, FILES, "weights"))
     if any(f"{prefix}hidden_norm.weight" in names for prefix in LAYER_PREFIXES):
         return "eagle3"
     alone = {f"{LAYER}self_attn.q_proj.weight", "fc.weight"} <= names
     return "eagle" if alone and f"{LAYER}input_layernorm.weight" not in names else None
 
 
-def load_eagle(folder: Path, kind: str, checkpoint: Checkpoint, capacity: int) -> Eagle:
+def load_eagle(kind: str, folder: Path, checkpoint: Checkpoint, capacity: int) -> Eagle:
     """The drafter in `folder`, in float32, for the target `checkpoint`.
 
     A copy of the target's embedding is not kept. Raises ForerunError for a file that is absent,
@@ -187,7 +193,7 @@ def _pop_vocabulary(
             f"{path}: 'd2t' reaches from token {int(ids.min())} to {int(ids.max())}, outside the "
             f"target's vocabulary of {vocabulary}: this drafter belongs to another target"
         )
-    if len(ids.unique()) != len(ids):
+    if len(set(ids.tolist())) != len(ids):
         raise ForerunError(f"{path}: 'd2t' names a token twice: train or download it again")
     if kept is not None:
         expected = torch.zeros(vocabulary, dtype=torch.bool).scatter(0, ids, True)

@@ -35,7 +35,8 @@ def draw(
     operands = (logits, sampling.temperature, sampling.top_k, sampling.top_p, uniform)
     if not branching:
         return _drawn(*operands)
-    return branch(sampling.temperature.amax(0) > 0, _drawn, _greedy_draft, operands)
+    tokens, q = branch(sampling.temperature.amax(0) > 0, _drawn, _greedy_draft, operands)
+    return tokens, q
 
 
 def choose_rejecting(
