@@ -9,6 +9,7 @@ import click
 from forerun.errors import MissingDependencyError
 
 ENGINES = ["ort", "tensorrt-rtx", "tensorrt"]
+ACCEPTANCES = ["matching", "rejection"]
 PRECISIONS = ["int8", "fp32", "fp16"]
 
 
@@ -27,6 +28,13 @@ PRECISIONS = ["int8", "fp32", "fp16"]
 @click.option(
     "--tree", "trees", type=click.IntRange(1), multiple=True, help="Nodes; may be repeated."
 )
+@click.option(
+    "--acceptance",
+    type=click.Choice(ACCEPTANCES),
+    default="matching",
+    show_default=True,
+    help="rejection: a draft model's sampled tokens, accepted more often, exact in distribution.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def compile_command(
@@ -38,6 +46,7 @@ def compile_command(
     capacity: int,
     chunk: int,
     trees: tuple[int, ...],
+    acceptance: str,
     output: Path,
     as_json: bool,
 ) -> None:
@@ -58,6 +67,7 @@ def compile_command(
         capacity=capacity,
         chunk=chunk,
         trees=trees,
+        acceptance=acceptance,
     )
     compiled = compile_bundle(options, lambda line: click.echo(f"forerun: {line}", err=True))
     if as_json:

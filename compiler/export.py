@@ -74,10 +74,11 @@ def _tensor_scatter(cache: Any, rows: Any, index: Any) -> Any:
 
 def _quantize_rows(x: Any, scale: Any) -> Any:
     zero = op.Expand(
-        op.Constant(value=ir.tensor([ACTIVATION_ZERO], ir.DataType.UINT8)),
+        op.Constant(value=ir.tensor([[ACTIVATION_ZERO]], ir.DataType.UINT8)),
         op.Shape(scale),
     )
-    return op.QuantizeLinear(x, scale, zero, axis=0)
+    # A row is one block: scales of a column's shape, as the product takes them (no Unsqueeze).
+    return op.QuantizeLinear(x, scale, zero, axis=1, block_size=x.shape[1])
 
 
 def _matmul_integer(rows: Any, weight: Any) -> Any:

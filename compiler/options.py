@@ -50,6 +50,8 @@ class CompileOptions:
     chunk: int = 256
     trees: tuple[int, ...] = ()
     """Numbers of nodes to build steps for; 1 (plain) is always built."""
+    acceptance: str = "matching"
+    """matching, or rejection where the drafter samples from a distribution that it knows."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINE_KINDS:

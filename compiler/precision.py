@@ -16,7 +16,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.linear import Int8Embedding, Int8Linear, Linear
 from forerun.models.step import Step
-from forerun.models.target import Target
+from forerun.models.target import Target, TiedHead
 
 Texts = Sequence[Sequence[int]]
 StepFactory = Callable[[Checkpoint, Drafter, int, str, Texts], Step]
@@ -76,10 +76,18 @@ def _int8_embedding(weight: torch.Tensor) -> Int8Embedding:
 
 
 def _quantize_linears(module: nn.Module, hessians: dict[int, torch.Tensor]) -> None:
-    """Replace each `Linear` below `module` by its int8 form."""
+    """Replace each `Linear` below `module` by its int8 form, and a drafter's own embedding too.
+
+    A head that is tied to an embedding becomes a layer of its own.
+    """
     for name, child in module.named_children():
         if isinstance(child, Linear):
             weight, scale = quantize_weight(child.weight.T, hessians.get(id(child)))
             setattr(module, name, Int8Linear(weight, scale, child.bias))
+        elif isinstance(child, TiedHead):
+            assert isinstance(child.embed, nn.Embedding)
+            setattr(module, name, Int8Linear(*quantize_weight(child.embed.weight)))
+        elif isinstance(child, nn.Embedding):
+            setattr(module, name, _int8_embedding(child.weight))
         else:
             _quantize_linears(child, hessians)

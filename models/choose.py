@@ -32,11 +32,30 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor, branching: bool 
     taken, where the engine is `branching`.
     """
     logits = logits.to(torch.float32)
-    greedy = logits.argmax(-1)
+    greedy = argmax(logits)
     tensors = (greedy, logits, sampling.temperature, sampling.top_k, sampling.top_p, uniform)
     if not branching:
         return _mixed(*tensors)
     return branch(sampling.temperature.amax(0) > 0, _mixed, _greedy, tensors)
+
+
+BLOCK = 128
+"""Most vocabularies are a multiple of it."""
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The first of the largest, `[B, R, V]` -> `[B, R]`: of the blocks' maxima, then in its block.
+
+    ONNX Runtime's ArgMax looks at one number at a time, its ReduceMax at a vector: 0.29 ms become
+    less than 0.1 for 6 rows of 49,152.
+    """
+    vocabulary = logits.shape[-1]
+    if vocabulary % BLOCK:
+        return logits.argmax(-1)
+    blocks = logits.reshape(*logits.shape[:-1], vocabulary // BLOCK, BLOCK)
+    block = blocks.amax(-1).argmax(-1, keepdim=True)  # [B, R, 1]
+    inside = blocks.gather(2, block[..., None].expand(-1, -1, 1, BLOCK)).argmax(-1)  # [B, R, 1]
+    return (block * BLOCK + inside)[..., 0]
 
 
 def _greedy(greedy: Tensor, *_: Tensor) -> Tensor:

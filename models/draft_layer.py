@@ -53,7 +53,8 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """`x` `[B, h, n, D]` at absolute `positions` `[B, n]`."""
         places = positions.clamp(min=0, max=self.cos.shape[0] - 1)
-        rotated: Tensor = torch.onnx.ops.rotary_embedding(
+        # The op itself: inside torch.cond its wrapper torch.onnx.ops.rotary_embedding is refused.
+        rotated: Tensor = torch.ops.onnx.RotaryEmbedding.opset23(
             x, self.cos, self.sin, places, rotary_embedding_dim=self.dim
         )
         return rotated
@@ -67,8 +68,9 @@ class DraftAttention(nn.Module):
     """
 
     def __init__(
-        self, config: DraftLayerConfig, weights: Mapping[str, Tensor], rotary: Rotary
+        self, config: DraftLayerConfig, weights: Mapping[str, Tensor], rotary: Rotary | None
     ) -> None:
+        """Without `rotary` the layer has no positions (NoPE)."""
         super().__init__()
         self.config, self.rotary = config, rotary
         self.query: nn.Module = linear(weights, "q_proj")
@@ -83,7 +85,8 @@ class DraftAttention(nn.Module):
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """`x` `[B, n, input]` -> rotated keys and values `[B, kv, n, D]`."""
         keys = self.key_norm(self._heads(self.key(x), self.config.num_kv_heads))
-        return self.rotary(keys, positions), self._heads(self.value(x), self.config.num_kv_heads)
+        values = self._heads(self.value(x), self.config.num_kv_heads)
+        return self._rotate(keys, positions), values
 
     def forward(self, x: Tensor, positions: Tensor, seen: Sequence[Seen]) -> Tensor:
         """`x` `[B, n, input]` -> `[B, n, H]`; each row must see at least one slot.
@@ -92,7 +95,7 @@ class DraftAttention(nn.Module):
         """
         config = self.config
         queries = self.query_norm(self._heads(self.query(x), config.num_heads))
-        queries = self.rotary(queries, positions) * config.head_dim**-0.5
+        queries = self._rotate(queries, positions) * config.head_dim**-0.5
         group = config.num_heads // config.num_kv_heads
         rows = queries.shape[2]
         # Query heads of a group side by side: [B, kv, group * n, D]
@@ -114,6 +117,9 @@ class DraftAttention(nn.Module):
         mixed = mixed.reshape(mixed.shape[0], config.num_heads, rows, config.head_dim)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x if self.rotary is None else self.rotary(x, positions)
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         return x.reshape(*x.shape[:2], heads, self.config.head_dim).transpose(1, 2)

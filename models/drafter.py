@@ -8,12 +8,14 @@ One drafter is one module file and one line of `forerun.models.drafters.DRAFTERS
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from forerun.errors import ForerunError
 from forerun.models.choose import Sampling, choose
 from forerun.models.grow import Proposal
 from forerun.runtime.tree import Tree
@@ -37,6 +39,9 @@ class StateSpec:
     the engine lets input and output share their memory. Other state is replaced as a whole."""
     extra_rows: int = 0
     """A cache's rows beyond the C of `Committed` that `remember` gives."""
+    drafted: bool = False
+    """Its next value comes with the candidates, not from `remember`: what they were drawn from.
+    Such states come after all others."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +96,25 @@ class Drafter(nn.Module):
         self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
     ) -> list[Tensor]:
         """A cache's new rows, another state's new value; kept up where nothing is drafted too."""
-        return states
+        return states  # one for each state that is not `drafted`
 
     def draft(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
         """Candidates `[B, candidates]` int64 for the positions after the root."""
         return committed.root.new_empty((committed.root.shape[0], 0))
+
+    def draft_and_keep(
+        self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
+    ) -> tuple[Tensor, ...]:
+        """`draft`'s candidates, then the next value of each state that is `drafted`."""
+        return (self.draft(committed, states, vocabulary),)
+
+    def accept_by(self, acceptance: str) -> None:
+        """Have drafts accepted by this rule; those that know no distribution offer matching."""
+        if acceptance != "matching":
+            raise ForerunError(
+                f"--acceptance {acceptance}: the {self.kind} drafter does not draw its tokens from "
+                "a distribution: only a draft model does; use matching, which is exact too"
+            )
 
     def choose(
         self,
@@ -116,6 +135,9 @@ class Drafter(nn.Module):
     def tree(self, nodes: int) -> Tree | None:
         """The tree of `nodes` nodes that it is best verified with; None where it is grown."""
         return Tree.chain(nodes)
+
+    def trim(self, sizes: Collection[int]) -> None:
+        """Drop for good what no tree of these sizes asks for."""
 
     def max_depth(self) -> int:
         """The largest depth that any of its trees can have."""

@@ -28,7 +28,7 @@ class Drafting:
         self, remembering: Tensor, states: list[Tensor], update: CacheUpdate
     ) -> list[Tensor]:
         """The drafter's state after this step."""
-        specs = self.drafter.states()
+        specs = [spec for spec in self.drafter.states() if not spec.drafted]
         if not specs:
             return states
 
@@ -46,35 +46,46 @@ class Drafting:
                 state.new_zeros(rows + spec.extra_rows, *state.shape[:2], state.shape[3])
                 if spec.cache
                 else state.clone()
-                for spec, state in zip(specs, before, strict=True)
+                for spec, state in zip(specs, before, strict=False)
             )
 
         # Rows come first out of the branch: torch.cond compares strides, and can't compare those
         # that hold C, which is no symbol but an expression.
         new = self._branch(remembering, remember, skip, states)
-        after = []
-        for spec, state, value in zip(specs, states, new, strict=True):
+        after = list(states)
+        for place, (spec, value) in enumerate(zip(specs, new, strict=True)):
             if spec.cache:
-                after.append(update(state, value.permute(1, 2, 0, 3), self.committed.start))
-                continue
-            for axis, size in enumerate(state.shape):  # which the branch has made torch forget
-                torch._check(value.shape[axis] == size)
-            after.append(value)
+                rows = value.permute(1, 2, 0, 3)
+                after[place] = update(states[place], rows, self.committed.start)
+            else:
+                after[place] = _of_shape(value, states[place])
         return after
 
-    def next_tree(self, drafting: Tensor, slots: Tensor, states: list[Tensor]) -> dict[str, Tensor]:
-        """The outputs that describe the next tree of `slots.shape[0]` nodes."""
+    def next_tree(
+        self, drafting: Tensor, slots: Tensor, states: list[Tensor]
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The outputs that describe the next tree of `slots.shape[0]` nodes, and the state with
+        what was kept of drafting it."""
         drafter, root = self.drafter, self.committed.root
         if drafter.candidates == 0:
-            return {"next_tokens": root[:, None][:, slots]}
+            return {"next_tokens": root[:, None][:, slots]}, states
         if isinstance(drafter, GrowingDrafter):
-            return self._grown(drafter, drafting, slots, states)
+            return self._grown(drafter, drafting, slots, states), states
+        kept = [place for place, spec in enumerate(drafter.states()) if spec.drafted]
 
-        def draft(*operands: Tensor) -> Tensor:
-            return drafter.draft(*self._unpack(operands), self.vocabulary)
+        def draft(*operands: Tensor) -> tuple[Tensor, ...]:
+            return drafter.draft_and_keep(*self._unpack(operands), self.vocabulary)
 
-        drafted = self._branch(drafting, draft, lambda *_: self._no_tokens(), states)
-        return {"next_tokens": torch.cat([root[:, None], drafted], dim=1)[:, slots]}
+        def nothing(*operands: Tensor) -> tuple[Tensor, ...]:
+            _, before = self._unpack(operands)
+            return self._no_tokens(), *(before[place].clone() for place in kept)
+
+        drafted, *new = self._branch(drafting, draft, nothing, states)
+        states = list(states)
+        for place, value in zip(kept, new, strict=True):
+            states[place] = _of_shape(value, states[place])
+        tokens = torch.cat([root[:, None], drafted], dim=1)[:, slots]
+        return {"next_tokens": tokens}, states
 
     def _grown(
         self, drafter: GrowingDrafter, drafting: Tensor, slots: Tensor, states: list[Tensor]
@@ -118,3 +129,10 @@ class Drafting:
         named = dict(zip(TENSORS, operands[:count], strict=True))
         committed = Committed(**named, branching=self.committed.branching)
         return committed, list(operands[count:])
+
+
+def _of_shape(value: Tensor, state: Tensor) -> Tensor:
+    """A state's next value, whose shape a branch has made torch.export forget."""
+    for axis, size in enumerate(state.shape):
+        torch._check(value.shape[axis] == size)
+    return value

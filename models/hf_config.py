@@ -126,7 +126,7 @@ def config_from_json(values: Mapping[str, Any], where: str) -> TargetConfig:
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps"),
         max_positions=positions,
-        rope=_rope(fields, head_dim, positions, family.theta),
+        rope=read_rope(fields, head_dim, positions, family.theta),
         tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
         **family.traits(fields, layers),
     )
@@ -147,7 +147,7 @@ def _family(fields: Fields) -> _Family:
     return family
 
 
-def _rope(fields: Fields, head_dim: int, positions: int, default_theta: float) -> RopeConfig:
+def read_rope(fields: Fields, head_dim: int, positions: int, default_theta: float) -> RopeConfig:
     """Rotary parameters, from `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
     scaling = dict(fields.table("rope_parameters") or fields.table("rope_scaling"))
     if any(isinstance(value, dict) for value in scaling.values()):
@@ -192,7 +192,7 @@ def _mistral(fields: Fields, layers: int) -> dict[str, Any]:
 def _qwen2(fields: Fields, layers: int) -> dict[str, Any]:
     full = fields.integer("max_window_layers", 28, low=0)
     slides = tuple(layer >= full for layer in range(layers))
-    return {"qkv_bias": True} | _windows(fields, slides, default_window=4096)
+    return {"qkv_bias": True} | read_windows(fields, slides, default_window=4096)
 
 
 def _qwen3(fields: Fields, layers: int) -> dict[str, Any]:
@@ -211,11 +211,11 @@ def _smollm3(fields: Fields, layers: int) -> dict[str, Any]:
     return (
         _llama(fields, layers)
         | {"rope_layers": rotates}
-        | _windows(fields, slides, default_window=None)
+        | read_windows(fields, slides, default_window=None)
     )
 
 
-def _windows(
+def read_windows(
     fields: Fields, slides: tuple[bool, ...], default_window: int | None
 ) -> dict[str, Any]:
     """The window and who slides: the layers that `layer_types` names, or else `slides`."""

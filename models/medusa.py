@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -24,18 +24,6 @@ class MedusaConfig:
     top_k: int
     accuracy: tuple[tuple[float, ...], ...]
     """`[heads][top_k]`: how often head i's k-th choice was the target's token."""
-
-
-class Residual(nn.Module):
-    """`x + silu(W x + b)`, a head's later layers."""
-
-    def __init__(self, linear: nn.Module) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        update: Tensor = self.linear(x)
-        return x + nn.functional.silu(update)
 
 
 class Medusa(Drafter):
@@ -59,23 +47,21 @@ class Medusa(Drafter):
         super().__init__()
         self.config = config
         self.candidates = config.heads * config.top_k
-        first = [block[0] for block in blocks]
-        biases = [linear.bias for linear in first]
-        self.first: nn.Module = Linear(  # all heads read the same state: one matmul
-            torch.cat([linear.weight for linear in first], dim=1),
-            None if biases[0] is None else torch.cat([b for b in biases if b is not None]),
-        )
-        self.rest = nn.ModuleList(nn.Sequential(*map(Residual, block[1:])) for block in blocks)
+        self.blocks = nn.ModuleList(map(_beside, zip(*blocks, strict=True)))
         self.heads = nn.ModuleList(heads)
         self.register_buffer("ids", ids)
 
     def features(self, hidden: Tensor) -> Tensor:
         """`[B, H]` -> `[B, heads, H]`: each head's state before its vocabulary layer."""
-        update = self.first(hidden).reshape(hidden.shape[0], self.config.heads, -1)
-        x = hidden[:, None] + nn.functional.silu(update)
-        if self.config.layers == 1:
-            return x
-        return torch.stack([rest(x[:, head]) for head, rest in enumerate(self.rest)], dim=1)
+        heads, size = self.config.heads, hidden.shape[1]
+        own = torch.arange(heads, device=hidden.device) * (heads + 1)  # the diagonal of a square
+        x = hidden[:, None]
+        for layer, block in enumerate(self.blocks):
+            update = block(x).reshape(hidden.shape[0], -1, size)
+            # After the first layer a head's row went through every head's weights, which costs less
+            # than a matmul a head: the weights are read once either way.
+            x = x + nn.functional.silu(update[:, own] if layer else update)
+        return x
 
     def choices(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Each head's best token ids and their log-probabilities, `[B, heads, top_k]`."""
@@ -96,6 +82,25 @@ class Medusa(Drafter):
     def tree(self, nodes: int) -> Tree:
         return best_tree(self.config.accuracy, nodes)
 
+    def trim(self, sizes: Collection[int]) -> None:
+        """Heads deeper and choices further down than these trees reach; the rest keep their order,
+        so that the same trees are the best."""
+        trees = [self.tree(nodes) for nodes in sizes]
+        taken = [slot - 1 for tree in trees for slot in tree.slots[1:]] or [0]
+        config = self.config
+        heads = 1 + max(taken) // config.top_k
+        top_k = 1 + max(slot % config.top_k for slot in taken)
+        accuracy = tuple(row[:top_k] for row in config.accuracy[:heads])
+        self.config = replace(config, heads=heads, top_k=top_k, accuracy=accuracy)
+        self.candidates = heads * top_k
+        width = heads * config.hidden_size
+        for place, block in enumerate(self.blocks):
+            assert isinstance(block, Linear)  # precisions come later
+            bias = None if block.bias is None else block.bias[:width]
+            self.blocks[place] = Linear(block.weight[:, :width], bias)
+        if len(self.heads) > 1:
+            self.heads = self.heads[:heads]
+
     def max_depth(self) -> int:
         return self.config.heads
 
@@ -106,3 +111,10 @@ class Medusa(Drafter):
             "top_k": self.config.top_k,
             "vocabulary": "whole" if self.ids is None else int(self.ids.shape[0]),
         }
+
+
+def _beside(linears: Sequence[Linear]) -> Linear:
+    """Layers of one input size as one: `[K, N]` weights -> `[K, heads * N]`."""
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    weight = torch.cat([linear.weight for linear in linears], dim=1)
+    return Linear(weight, torch.cat(biases) if biases else None)

@@ -38,8 +38,8 @@ def scatter_in_place(cache: Tensor, rows: Tensor, index: Tensor) -> Tensor:
 
 @torch.library.custom_op("forerun::quantize_rows", mutates_args=())
 def quantize_rows(x: Tensor, scale: Tensor) -> Tensor:
-    """Round `x` `[n, K]` to uint8 with one scale a row (`scale` `[n]`), halves to even."""
-    scaled = (x / scale[:, None]).nan_to_num(0.0)
+    """Round `x` `[n, K]` to uint8 with one scale a row (`scale` `[n, 1]`), halves to even."""
+    scaled = (x / scale).nan_to_num(0.0)
     return (scaled.round() + ACTIVATION_ZERO).clamp(0, 255).to(torch.uint8)
 
 

@@ -106,13 +106,14 @@ class Step(nn.Module):
         accepted = accept(tokens, chosen, tree, self.pending, inputs.limit - first)
         drafting = Drafting(self.target, self.drafter, self._committed(inputs, forward, accepted))
         states = drafting.remember(inputs.remembering, states, update)
+        tree_outputs, states = drafting.next_tree(inputs.drafting, inputs.slots, states)
         outputs = StepOutputs(
             emitted=accepted.emitted,
             count=accepted.count,
             next_length=first - 1,
             next_pending=select_rows(accepted.path, inputs.verify, forward.written),
             logits=logits,
-            **drafting.next_tree(inputs.drafting, inputs.slots, states),
+            **tree_outputs,
         )
         return outputs, forward.caches, states
 
@@ -176,7 +177,7 @@ class Step(nn.Module):
             start=root,
             count=above + accepted.count,
             root=accepted.emitted.gather(1, last)[:, 0],
-            features=gather_rows(self._features(forward), node),
+            features=self._features(forward, node),
             hidden=self.target.own_basis(
                 gather_rows(forward.hidden, path.gather(1, last))[:, 0], normed=True
             ),
@@ -187,15 +188,17 @@ class Step(nn.Module):
             branching=self.branching,
         )
 
-    def _features(self, forward: Forward) -> Tensor:
-        """The feature layers that the drafter asks for, side by side `[B, T, F]`."""
+    def _features(self, forward: Forward, node: Tensor) -> Tensor:
+        """The feature layers that the drafter asks for, side by side, of `node` `[B, C]`."""
         layers = [
             self.target.own_basis(forward.hidden, normed=True)
             if layer == NORMED
             else self.target.own_basis(forward.taps[layer])
             for layer in self.drafter.feature_layers
         ]
-        return torch.cat(layers, dim=-1) if layers else forward.hidden[..., :0]
+        if not layers:  # a gather of nothing has another shape in ONNX Runtime than in torch
+            return forward.hidden.new_zeros(*node.shape, 0)
+        return gather_rows(torch.cat(layers, dim=-1), node)
 
 
 def gather_rows(rows: Tensor, at: Tensor) -> Tensor:

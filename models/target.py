@@ -179,7 +179,8 @@ class Target(nn.Module):
 
         A negative token stands for no token: it is embedded as token 0 and must not be attended to.
         """
-        x = self.embed(tokens.clamp(min=0)).flatten(0, 1)  # [B * T, H]: linear layers want a matrix
+        embedded = self.embed(tokens.clamp(min=0))
+        x = embedded.flatten(0, 1)  # [B * T, H]: linear layers want a matrix
         rows = self._prepare(rows)
         pending = torch.split(rows.pending, self.config.num_kv_heads, dim=1)
         keys: list[Tensor] = []
@@ -207,7 +208,8 @@ class Target(nn.Module):
             self.norm(x).reshape(shape),
             Caches(keys, values),
             torch.cat(written, dim=1),
-            {layer: tapped[layer].reshape(shape) for layer in taps},
+            # Layer 0's is never reshaped back: torch.export can't follow that.
+            {layer: tapped[layer].reshape(shape) if layer else embedded for layer in taps},
         )
 
     def embedding(self, tokens: Tensor) -> Tensor:

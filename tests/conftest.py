@@ -133,6 +133,12 @@ def write_tiny(
 
 
 @pytest.fixture(scope="session")
+def write_bundle() -> Callable[..., Path]:
+    """`write_tiny`, for tests that bring a drafter of their own."""
+    return write_tiny
+
+
+@pytest.fixture(scope="session")
 def tiny_bundle(
     tmp_path_factory: pytest.TempPathFactory, tiny_target: tuple[Any, dict[str, Any]]
 ) -> Path:
@@ -180,3 +186,13 @@ def tiny_combined_bundle(
         return Combined(as_growing(tiny_medusa(tiny_target)), PENDING - 1)
 
     return write_tiny(tmp_path_factory.mktemp("tiny-combined"), tiny_target, make, [1, 6, 10])
+
+
+@pytest.fixture(scope="session")
+def make_bundle(tiny_target: tuple[Any, dict[str, Any]]) -> Callable[..., Path]:
+    """`make_bundle(folder, make, sizes)`: the tiny target with the drafter that `make` gives."""
+
+    def make(folder: Path, drafter: Callable[[], Any], sizes: list[int]) -> Path:
+        return write_tiny(folder, tiny_target, drafter, sizes)
+
+    return make

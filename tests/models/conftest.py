@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from forerun.models.config import RopeConfig, TargetConfig
+from forerun.models.draft_layer import DraftLayerConfig
+from forerun.models.draft_model import DraftModel
+from forerun.models.eagle import Eagle, Eagle3, EagleConfig
 from forerun.models.linear import Linear
 from forerun.models.medusa import Medusa, MedusaConfig
 from forerun.models.step import Step, StepInputs, StepOutputs
@@ -39,14 +42,26 @@ def tiny_config(**changes: Any) -> TargetConfig:
     return replace(config, **changes)
 
 
-def random_target(config: TargetConfig, seed: int = 0, attention: str = "grouped") -> Target:
-    """A target of random weights, spread enough that arg-maxes vary."""
+def random_weights(config: TargetConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A checkpoint's random weights, spread enough that arg-maxes vary."""
     generator = torch.Generator().manual_seed(seed)
-    weights = {
+    return {
         name: torch.randn(*shape, generator=generator) * 0.4 + ("norm" in name)
         for name, shape in tensor_shapes(config)
     }
-    return Target(config, weights, SLOTS, attention).eval()
+
+
+def random_target(config: TargetConfig, seed: int = 0, attention: str = "grouped") -> Target:
+    """A target of random weights."""
+    return Target(config, random_weights(config, seed), SLOTS, attention).eval()
+
+
+def random_draft_model(
+    seed: int = 0, gamma: int = 4, acceptance: str = "matching", **changes: Any
+) -> DraftModel:
+    """A draft model of random weights; with the target's seed and sizes it is the target."""
+    config = tiny_config(**changes)
+    return DraftModel(config, random_weights(config, seed), SLOTS, gamma, acceptance).eval()
 
 
 def random_medusa(target: Target, heads: int = 3, top_k: int = 3, seed: int = 1) -> Medusa:
@@ -57,6 +72,54 @@ def random_medusa(target: Target, heads: int = 3, top_k: int = 3, seed: int = 1)
     config = MedusaConfig(heads, 1, hidden, top_k, accuracy)
     blocks = [[Linear(torch.randn(hidden, hidden, generator=generator))] for _ in range(heads)]
     return Medusa(config, blocks, [Linear(torch.randn(hidden, vocabulary, generator=generator))])
+
+
+def random_eagle(
+    target: Target, kind: str = "eagle3", seed: int = 1, vocabulary: int = 40, **changes: Any
+) -> Eagle:
+    """A random drafter of either kind; `vocabulary` is EAGLE-3's own, `changes` the config's."""
+    hidden = target.config.hidden_size
+    draw = torch.Generator().manual_seed(seed)
+    layer = DraftLayerConfig(hidden, 24, 4, 2, 8, 1e-5, SLOTS, RopeConfig(5000.0, 8))
+    weights = eagle_weights(kind, hidden, vocabulary, draw)
+    layers = target.config.num_layers
+    three = {"feature_layers": (0, layers // 2, layers)} if kind == "eagle3" else {}
+    config = EagleConfig(layer, **({"depth": 3, "top_k": 4} | three | changes))
+    if kind == "eagle":
+        return Eagle(config, weights, SLOTS).eval()
+    ids = torch.randperm(target.config.vocab_size, generator=draw)[:vocabulary].sort().values
+    return Eagle3(config, weights, SLOTS, ids).eval()
+
+
+def eagle_weights(
+    kind: str, hidden: int, vocabulary: int, draw: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """By published names, a layer's under `layers.0.`; 4 heads of 8, 2 of them for keys."""
+    wide = 2 * hidden if kind == "eagle3" else hidden
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden if kind == "eagle3" else 2 * hidden),
+        "layers.0.self_attn.q_proj.weight": (32, wide),
+        "layers.0.self_attn.k_proj.weight": (16, wide),
+        "layers.0.self_attn.v_proj.weight": (16, wide),
+        "layers.0.self_attn.o_proj.weight": (hidden, 32),
+        "layers.0.mlp.gate_proj.weight": (24, hidden),
+        "layers.0.mlp.up_proj.weight": (24, hidden),
+        "layers.0.mlp.down_proj.weight": (hidden, 24),
+        "layers.0.post_attention_layernorm.weight": (hidden,),
+    }
+    if kind == "eagle3":
+        shapes |= {
+            "layers.0.input_layernorm.weight": (hidden,),
+            "layers.0.hidden_norm.weight": (hidden,),
+            "norm.weight": (hidden,),
+            "lm_head.weight": (vocabulary, hidden),
+        }
+    else:
+        shapes["fc.bias"] = (hidden,)
+    return {
+        name: torch.randn(*shape, generator=draw) * 0.3 + ("norm" in name)
+        for name, shape in shapes.items()
+    }
 
 
 @dataclass
@@ -183,6 +246,18 @@ def make_target() -> Callable[..., Target]:
 def make_medusa() -> Callable[..., Medusa]:
     """Random Medusa heads for a target."""
     return random_medusa
+
+
+@pytest.fixture
+def make_draft_model() -> Callable[..., DraftModel]:
+    """`make_draft_model(seed=0, gamma=4, acceptance="matching", **config changes)`."""
+    return random_draft_model
+
+
+@pytest.fixture(scope="session")
+def make_eagle() -> Callable[..., Eagle]:
+    """`make_eagle(target, kind="eagle3", seed=1, vocabulary=40, **config changes)`."""
+    return random_eagle
 
 
 @pytest.fixture

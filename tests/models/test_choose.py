@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from forerun.models.choose import Sampling, choose, inverse_cdf, warp
+from forerun.models.choose import Sampling, argmax, choose, inverse_cdf, warp
 
 CASES = [
     {"temperature": 1.0},
@@ -50,6 +50,14 @@ def test_warped_distribution(case, size):
     expected = reference(logits, **case)
     np.testing.assert_array_equal(weights > 0, expected > 1e-45)
     np.testing.assert_allclose(weights / weights.sum(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [7, 128, 1000, 1024])
+def test_arg_max_is_the_first_of_the_largest(size):
+    logits = np.random.default_rng(size).integers(-5, 5, (2, 3, size)).astype(np.float32)
+    logits[0, 1] = -np.inf
+    logits[1, 2] = 0
+    np.testing.assert_array_equal(argmax(torch.from_numpy(logits)).numpy(), logits.argmax(-1))
 
 
 def test_ties_at_the_cut_stay_together():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -84,10 +86,34 @@ def test_round_trip(target: Target, matrix: Any, tmp_path: Path, reduced: bool, 
     torch.testing.assert_close(logits(heads, hidden), reference(found, hidden, output, 2, 2))
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("sizes", [(1,), (2,), (1, 3), (6,)])
+def test_trimmed_heads_draft_the_same_trees(
+    target: Target, matrix: Any, tmp_path: Path, own: bool, sizes: tuple[int, ...]
+) -> None:
+    config = MedusaConfig(3, 2, HIDDEN, 4, ((0.5, 0.3, 0.1, 0.05),) * 3)
+    save_medusa(tmp_path, config, tensors(heads=3, own=VOCABULARY if own else 0), {})
+    whole, trimmed = load_medusa(tmp_path, matrix), load_medusa(tmp_path, matrix)
+    trimmed.trim(sizes)
+    trees = [trimmed.tree(nodes) for nodes in sizes]
+    assert trimmed.candidates <= max(1, max(sizes) - 1) ** 2
+    assert trimmed.max_depth() == max(1, *(tree.depth for tree in trees))
+    hidden = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2))
+    committed = SimpleNamespace(hidden=hidden)
+    for nodes, tree in zip(sizes, trees, strict=True):
+        expected = whole.tree(nodes)
+        assert tree.parents == expected.parents
+        drafted = [
+            heads.draft(committed, [], target)[:, np.asarray(which.slots[1:], int) - 1]  # type: ignore[arg-type]
+            for heads, which in ((whole, expected), (trimmed, tree))
+        ]
+        assert torch.equal(*drafted)
+
+
 def test_half_precision_is_read_as_float32(target: Target, matrix: Any, tmp_path: Path) -> None:
     save(tmp_path, {name: tensor.half() for name, tensor in tensors().items()})
     heads = load_medusa(tmp_path, matrix)
-    assert heads.first.weight.dtype == heads.heads[0].weight.dtype == torch.float32
+    assert heads.blocks[0].weight.dtype == heads.heads[0].weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_head."])

@@ -1,0 +1,241 @@
+"""A small language model as the drafter: it reads what was committed, then writes on by itself.
+
+(Leviathan et al., arXiv:2211.17192, section 2; Chen et al., arXiv:2302.01318, section 3.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from forerun.errors import ForerunError
+from forerun.models.choose import Sampling, choose
+from forerun.models.config import TargetConfig
+from forerun.models.draft_layer import (
+    DraftAttention,
+    DraftLayerConfig,
+    GatedMlp,
+    Rotary,
+    Seen,
+    linear,
+    under,
+)
+from forerun.models.drafter import Committed, Drafter, StateSpec, Vocabulary
+from forerun.models.rejection import DRAFT, TABLES, TARGET, choose_rejecting, draw
+from forerun.models.target import TiedHead, rms_norm
+
+Beside = tuple[Tensor, Tensor]
+"""Keys and values `[B, kv, m, D]` of rows that lie beside a layer's cache."""
+ACCEPTANCES = ("matching", "rejection")
+GAMMA = 7
+MAX_GAMMA = 16
+"""Each drafted token is another copy of the small model in the graph."""
+
+
+class DecoderLayer(nn.Module):
+    """One layer of a Llama-like decoder whose keys and values the caller keeps."""
+
+    def __init__(
+        self, config: DraftLayerConfig, weights: Mapping[str, Tensor], rotary: Rotary | None
+    ) -> None:
+        super().__init__()
+        self.input_norm = rms_norm(weights["input_layernorm.weight"], config.rms_norm_eps)
+        self.attention = DraftAttention(config, under(weights, "self_attn."), rotary)
+        self.mlp_norm = rms_norm(weights["post_attention_layernorm.weight"], config.rms_norm_eps)
+        self.mlp = GatedMlp(under(weights, "mlp."))
+
+    def forward(
+        self, x: Tensor, positions: Tensor, cache: Seen, beside: Beside | None, mask: Tensor
+    ) -> tuple[Tensor, Beside]:
+        """`x` `[B, n, H]` -> x, and the m rows `beside` the cache followed by x's own.
+
+        `mask` `[B, n, m + n]` says what x's rows see of those.
+        """
+        normed = self.input_norm(x)
+        keys, values = self.attention.keys_values(normed, positions)
+        if beside is not None:
+            keys = torch.cat([beside[0], keys], dim=2)
+            values = torch.cat([beside[1], values], dim=2)
+        x = x + self.attention(normed, positions, [cache, Seen(keys, values, mask)])
+        return x + self.mlp(self.mlp_norm(x)), (keys, values)
+
+
+class DraftModel(Drafter):
+    """Gamma tokens, one after the other, from a model that shares the target's vocabulary.
+
+    Its caches are its own. A step first reads the committed path with the root behind it, so that
+    what was drafted in vain never stays in them; the keys of what is drafted lie beside them.
+    """
+
+    kind: ClassVar[str] = "draft"
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        weights: Mapping[str, Tensor],
+        capacity: int,
+        gamma: int = GAMMA,
+        acceptance: str = "matching",
+    ) -> None:
+        """`weights` are a checkpoint's, by its names (`Checkpoint.weights`)."""
+        super().__init__()
+        if any(config.sliding_layers) and config.window is not None and config.window < capacity:
+            raise ForerunError(
+                f"the draft model has sliding windows of {config.window} tokens, which this "
+                "version does not draft with: use a draft model without, or a --capacity of at "
+                f"most {config.window}"
+            )
+        sizes = DraftLayerConfig(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+            config.max_positions,
+            config.rope,
+        )
+        self.config, self.gamma, self.candidates = config, gamma, gamma
+        self.accept_by(acceptance)
+        self.rotary = Rotary(sizes, capacity)
+        self.embed: nn.Module = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
+            weights["model.embed_tokens.weight"]
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                sizes,
+                under(weights, f"model.layers.{layer}."),
+                self.rotary if config.rotates(layer) else None,
+            )
+            for layer in range(config.num_layers)
+        )
+        self.norm = rms_norm(weights["model.norm.weight"], config.rms_norm_eps)
+        tied = "lm_head.weight" not in weights
+        self.head: nn.Module = TiedHead(self.embed) if tied else linear(weights, "lm_head")
+
+    def accept_by(self, acceptance: str) -> None:
+        if acceptance not in ACCEPTANCES:
+            raise ForerunError(f"acceptance {acceptance!r}: choose {' or '.join(ACCEPTANCES)}")
+        self.acceptance = acceptance
+        self.tables = TABLES if acceptance == "rejection" else 1
+
+    def trim(self, sizes: Collection[int]) -> None:
+        """Draft as many tokens as the largest tree takes, for each costs a forward."""
+        self.gamma = self.candidates = min(max(*sizes, 2) - 1, MAX_GAMMA)
+
+    def states(self) -> list[StateSpec]:
+        config, real = self.config, self.rotary.cos.dtype
+        shape = ("batch", config.num_kv_heads, "slots", config.head_dim)
+        caches = [
+            StateSpec(f"draft_{kind}_{layer}", shape, real, cache=True, extra_rows=1)
+            for layer in range(config.num_layers)
+            for kind in ("keys", "values")
+        ]
+        hidden = StateSpec("draft_hidden", ("batch", config.hidden_size), real)
+        if self.acceptance == "matching":
+            return [*caches, hidden]
+        q = ("batch", self.gamma, config.vocab_size)
+        return [*caches, hidden, StateSpec("draft_q", q, torch.float32, drafted=True)]
+
+    def remember(
+        self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
+    ) -> list[Tensor]:
+        """The context rows' keys and values and the root's, and the root's hidden state."""
+        tokens, start = committed.tokens, committed.start[:, None]  # [B, C + 1], [B, 1]
+        place = torch.arange(tokens.shape[1], device=start.device)
+        causal = (place[:, None] >= place)[None].expand(tokens.shape[0], -1, -1)
+        hidden, rows = self._read(tokens, start + place, states, start, None, causal)
+        root = committed.count[:, None, None].expand(-1, 1, hidden.shape[2])
+        last = self.norm(hidden.gather(1, root)[:, 0])
+        return [*(tensor for layer in rows for tensor in layer), last]
+
+    def draft(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
+        return self._write(committed, states)[0]
+
+    def draft_and_keep(
+        self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
+    ) -> tuple[Tensor, ...]:
+        tokens, q = self._write(committed, states)
+        return (tokens, q) if self.acceptance == "rejection" else (tokens,)
+
+    def choose(
+        self,
+        logits: Tensor,
+        sampling: Sampling,
+        uniforms: Tensor,
+        children: Tensor,
+        states: list[Tensor],
+        branching: bool,
+    ) -> Tensor:
+        if self.acceptance == "matching":
+            return super().choose(logits, sampling, uniforms, children, states, branching)
+        return choose_rejecting(logits, states[-1], sampling, uniforms, children, branching)
+
+    def max_depth(self) -> int:
+        return self.gamma
+
+    def options(self) -> dict[str, int | float | str]:
+        return {
+            "gamma": self.gamma,
+            "acceptance": self.acceptance,
+            "layers": self.config.num_layers,
+            "hidden_size": self.config.hidden_size,
+        }
+
+    def _write(self, committed: Committed, states: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Gamma tokens after the root `[B, gamma]`, and what each was drawn from."""
+        root = (committed.start + committed.count)[:, None]  # [B, 1]
+        logits = self.head(states[2 * len(self.layers)])[:, None]  # [B, 1, V]
+        tokens: list[Tensor] = []
+        kept: list[Tensor] = []
+        rows: list[Beside] | None = None
+        for depth in range(1, self.gamma + 1):
+            token, q = self._draw(logits, committed, root + depth)  # [B, 1], [B, 1, V]
+            tokens.append(token)
+            kept.append(q)
+            if depth < self.gamma:
+                sees = torch.ones_like(token, dtype=torch.bool)[..., None].expand(-1, 1, depth)
+                hidden, rows = self._read(token, root + depth, states, root + 1, rows, sees)
+                logits = self.head(self.norm(hidden))
+        return torch.cat(tokens, dim=1), torch.cat(kept, dim=1)
+
+    def _draw(
+        self, logits: Tensor, committed: Committed, position: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The token for `position` `[B, 1]`.
+
+        Under matching it is drawn with the target's own uniform of that position: two models then
+        agree often, and always where their distributions are the same.
+        """
+        table = TARGET if self.acceptance == "matching" else DRAFT
+        uniforms = committed.uniforms[:, table]  # [B, U]
+        uniform = uniforms.gather(1, position.clamp(max=uniforms.shape[1] - 1))
+        sampling = Sampling(committed.temperature, committed.top_k, committed.top_p)
+        if self.acceptance == "matching":
+            return choose(logits, sampling, uniform, committed.branching), logits
+        return draw(logits, sampling, uniform, committed.branching)
+
+    def _read(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        states: list[Tensor],
+        cached: Tensor,
+        beside: Sequence[Beside] | None,
+        mask: Tensor,
+    ) -> tuple[Tensor, list[Beside]]:
+        """Tokens `[B, n]` through all layers -> hidden `[B, n, H]` before the final norm, and what
+        lies beside the caches after them. Of the caches the slots below `cached` `[B, 1]` count."""
+        x = self.embed(tokens.clamp(min=0))
+        slot = torch.arange(states[0].shape[2], device=tokens.device)
+        before = (slot < cached)[:, None].expand(-1, tokens.shape[1], -1)  # [B, n, S]
+        rows: list[Beside] = []
+        for place, layer in enumerate(self.layers):
+            cache = Seen(states[2 * place], states[2 * place + 1], before)
+            old = None if beside is None else beside[place]
+            x, new = layer(x, positions, cache, old, mask)
+            rows.append(new)
+        return x, rows
