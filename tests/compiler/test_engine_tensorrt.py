@@ -15,8 +15,10 @@ import torch
 from forerun.compiler.engine_tensorrt import build_engine
 from forerun.compiler.export import Signature, export_step
 from forerun.errors import ForerunError, MissingDependencyError
+from forerun.models.combined import Combined
 from forerun.models.config import RopeConfig, TargetConfig
 from forerun.models.drafter import Drafter
+from forerun.models.growing import as_growing
 from forerun.models.linear import Linear
 from forerun.models.medusa import Medusa, MedusaConfig
 from forerun.models.ngram import NGram
@@ -90,6 +92,19 @@ def test_a_step_with_each_drafter_builds_in_half_precision(kind: str, tmp_path: 
     assert versions == {"tensorrt-rtx": trt.__version__}
     assert out.stat().st_size > 0
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_joined_tree_builds_without_branches(tmp_path: Path) -> None:
+    """As the pipeline exports for TensorRT: a drafter that grows its tree from two sources."""
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    drafter = Combined(as_growing(medusa()), PENDING - 1)
+    step = Step(tiny_target(), drafter, pending=PENDING).half()
+    step.branching = False
+    facts = export_step(step, tmp_path / "step.onnx", {"slots": SLOTS}, loops=False)
+    out = tmp_path / "step.engine"
+    profiles = [STEP, PREFILL, PLAIN]
+    build_engine(tmp_path / "step.onnx", out, facts, profiles, "tensorrt-rtx")
+    assert out.stat().st_size > 0
 
 
 def test_an_absent_flavour_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
