@@ -497,5 +497,4 @@ def test_a_pickle_that_holds_code_is_not_run(checkpoint: Checkpoint, tmp_path: P
 def test_an_ordinary_model_of_one_layer_is_no_eagle(checkpoint: Checkpoint, tmp_path: Path) -> None:
     found = {f"model.{name}": w for name, w in tensors(False).items() if name != "fc.weight"}
     write(tmp_path, LLAMA, found, False)
-    with pytest.raises(ForerunError, match="unknown drafter kind"):
-        find_drafter(str(tmp_path))
+    assert find_drafter(str(tmp_path)).kind == "draft"
