@@ -357,3 +357,29 @@ def test_a_small_tree_is_the_likeliest_paths():
     tree = prune(torch.tensor([1]), proposal, torch.arange(3), 2)
     paths = [tree.tokens[0, tree.ancestors[0, node]].tolist() for node in range(3)]
     assert paths == [[1], [1, 7], [1, 7, 5]]  # 0.6 * 0.9 is more than 0.4
+
+
+@pytest.mark.slow
+def test_smollm2_says_the_same_with_a_random_drafter(run_step, tmp_path):
+    pytest.importorskip("gguf")
+    from forerun.models.checkpoint import load_checkpoint
+    from forerun.models.dflash_folder import dflash_shapes, save_dflash
+    from forerun.models.drafters import find_drafter, load_drafter
+    from forerun.models.target import Target
+
+    checkpoint = load_checkpoint("smollm2")
+    size = checkpoint.config.hidden_size
+    layer = replace(LAYER, hidden_size=size, intermediate_size=2 * size, head_dim=64)
+    config = replace(CONFIG, layer=layer, feature_layers=(2, 15, 27), mask_token_id=0)
+    draw = torch.Generator().manual_seed(1)
+    weights = {
+        name: torch.randn(*shape, generator=draw) * 0.05 + ("norm" in name)
+        for name, shape in dflash_shapes(config)
+        if not name.endswith(".bias")
+    }
+    save_dflash(tmp_path, config, weights, {"target": checkpoint.name})
+    drafter = load_drafter(find_drafter(str(tmp_path)), checkpoint, SLOTS)
+    target = Target(checkpoint.config, checkpoint.weights, SLOTS).eval()
+    prompt = checkpoint.tokenizer.encode("The capital of France is").ids
+    plain = run_step(Step(target, Drafter(), 5), prompt, 12, 1)
+    assert run_step(Step(target, drafter), prompt, 12, 6).tokens == plain.tokens
