@@ -90,11 +90,10 @@ def find_drafter(name: str) -> DrafterSource:
         learned = find_drafter(name.removesuffix(SUFFIX))
         if learned.folder is None or learned.kind.endswith(SUFFIX):
             raise ForerunError(f"drafter {name!r}: {SUFFIX} goes behind a learned drafter's name")
-        return DrafterSource(
-            *(f"{fact}{SUFFIX}" for fact in (learned.name, learned.kind)),
-            learned.folder,
-            f"{learned.digest}{SUFFIX}",
+        name, kind, digest = (
+            f"{fact}{SUFFIX}" for fact in (learned.name, learned.kind, learned.digest)
         )
+        return DrafterSource(name, kind, learned.folder, digest)
     if name in FOLDERLESS:
         return DrafterSource(name, name, None, name)
     file = shipped_file(name) if name in SHIPPED else Path(name)
