@@ -7,6 +7,7 @@ doesn't; for new text it is the other way round. Each step the best nodes of bot
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
@@ -67,11 +68,19 @@ class Combined(GrowingDrafter):
         super().__init__()
         self.accuracy = accuracy or MatchAccuracy()
         self.learned = learned
-        self.lookup = NGram(gamma, longest=len(self.accuracy.by_length), shortest=1)
-        self.candidates = learned.candidates + gamma
         self.feature_layers, self.tables = learned.feature_layers, learned.tables
+        self._look_up(gamma)
+
+    def _look_up(self, gamma: int) -> None:
+        self.lookup = NGram(gamma, longest=len(self.accuracy.by_length), shortest=1)
+        self.candidates = self.learned.candidates + gamma
         # A buffer, since torch.cond's branches take no constants.
         self.register_buffer("log_chances", torch.tensor(self.accuracy.log_chances(gamma)))
+
+    def trim(self, sizes: Collection[int]) -> None:
+        """A chain that is longer than the deepest of these trees."""
+        self.learned.trim(sizes)
+        self._look_up(max(1, min(self.lookup.gamma, max(sizes) - 1)))
 
     def states(self) -> list[StateSpec]:
         return [*self.learned.states(), *self.lookup.states()]

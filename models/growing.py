@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
+from forerun.errors import ForerunError
 from forerun.models.drafter import Committed, Drafter, GrowingDrafter, StateSpec, Vocabulary
 from forerun.models.grow import Proposal
 from forerun.models.medusa import Medusa
@@ -19,12 +21,11 @@ CHAIN_CHANCE = 0.6
 
 
 class Growing(GrowingDrafter):
-    """Around a drafter whose candidates make `shape`, the best nodes first."""
+    """Around a drafter, of which `candidates` nodes are proposed."""
 
-    def __init__(self, drafter: Drafter, shape: Tree) -> None:
+    def __init__(self, drafter: Drafter, candidates: int) -> None:
         super().__init__()
-        self.drafter, self.shape = drafter, shape
-        self.candidates = shape.nodes - 1
+        self.drafter, self.candidates = drafter, candidates
         self.feature_layers, self.tables = drafter.feature_layers, drafter.tables
 
     def states(self) -> list[StateSpec]:
@@ -55,7 +56,8 @@ class GrowingMedusa(Growing):
     paths: Tensor
 
     def __init__(self, drafter: Medusa, shape: Tree) -> None:
-        super().__init__(drafter, shape)
+        """`shape` is one of its best trees."""
+        super().__init__(drafter, shape.nodes - 1)
         # Buffers, since torch.cond's branches take no constants.
         self.register_buffer("slots", torch.tensor(shape.slots[1:]) - 1)  # [M]
         self.register_buffer("parents", torch.tensor(shape.parents[1:]))  # [M]
@@ -91,6 +93,10 @@ class GrowingChain(Growing):
     Its scores only matter beside another drafter's.
     """
 
+    def trim(self, sizes: Collection[int]) -> None:
+        self.drafter.trim(sizes)
+        self.candidates = self.drafter.candidates
+
     def propose(
         self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
     ) -> Proposal:
@@ -112,4 +118,6 @@ def as_growing(drafter: Drafter) -> GrowingDrafter:
         heads, width = drafter.config.heads, drafter.config.top_k
         reachable = sum(width**depth for depth in range(heads + 1))
         return GrowingMedusa(drafter, drafter.tree(min(WIDEST, reachable)))
-    return GrowingChain(drafter, Tree.chain(drafter.max_depth() + 1))
+    if drafter.candidates != drafter.max_depth():
+        raise ForerunError(f"the {drafter.kind} drafter drafts no chain: use it by itself")
+    return GrowingChain(drafter, drafter.candidates)

@@ -274,6 +274,15 @@ def test_a_chain_that_goes_on_is_a_longer_match():
         assert [math.exp(value) for value in row] == pytest.approx(right)
 
 
+def test_trimming_shortens_the_chain_to_the_deepest_tree(make_target, make_medusa, run_step):
+    target = make_target()
+    combined = Combined(as_growing(make_medusa(target)))
+    combined.trim([1, 5])
+    assert combined.lookup.gamma == 4 and combined.max_depth() == 4
+    plain = run_step(Step(target, Drafter(), 5), PROMPT, 40, 1)
+    assert run_step(Step(target, combined), PROMPT, 40, 5).tokens == plain.tokens
+
+
 def test_the_name_says_both(tmp_path, make_medusa):
     source = find_drafter("medusa+ngram")
     alone = find_drafter("medusa")
