@@ -134,5 +134,5 @@ class Drafting:
 def _of_shape(value: Tensor, state: Tensor) -> Tensor:
     """A state's next value, whose shape a branch has made torch.export forget."""
     for axis, size in enumerate(state.shape):
-        torch._check(value.shape[axis] == size)
+        torch._check(value.shape[axis] == size)  # type: ignore[no-untyped-call]
     return value
