@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,11 +44,23 @@ CAPACITY = 128
 def draft_folder(tmp_path_factory, tiny_checkpoint_folder) -> Path:
     """One random layer that shares the tiny target's tokenizer."""
     folder = tmp_path_factory.mktemp("draft") / "small"
-    folder.mkdir()
     values = json.loads((tiny_checkpoint_folder / "config.json").read_text())
-    values |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    write_draft(folder, values, Tokenizer.from_file(str(tiny_checkpoint_folder / "tokenizer.json")))
+    return folder
+
+
+def write_draft(folder: Path, values: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """A checkpoint of random weights, like the one of configuration `values` but smaller."""
+    folder.mkdir()
+    values |= {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     (folder / "config.json").write_text(json.dumps(values))
-    shutil.copy(tiny_checkpoint_folder / "tokenizer.json", folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = config_from_json(read_json(folder / "config.json"), "config.json")
     generator = torch.Generator().manual_seed(8)
     weights = {
@@ -55,7 +68,6 @@ def draft_folder(tmp_path_factory, tiny_checkpoint_folder) -> Path:
         for name, shape in tensor_shapes(config)
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def changed(folder: Path, tmp_path: Path, **values) -> Path:
@@ -249,3 +261,31 @@ def test_a_bundle_is_certified(tmp_path, draft_folder, tiny_checkpoint_folder, a
     else:
         assert sampled.passed is None and "p/q rejection" in sampled.detail
     assert checks["repeated runs"].passed
+
+
+@pytest.mark.slow
+def test_smollm2_with_a_random_draft_model(tmp_path):
+    target = load_checkpoint("smollm2")
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": target.config.vocab_size,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+    write_draft(tmp_path / "draft", values, target.tokenizer)
+    options = CompileOptions(
+        target="smollm2",
+        output=tmp_path / "bundle",
+        drafter=str(tmp_path / "draft"),
+        capacity=512,
+        trees=(3,),
+        acceptance="rejection",
+    )
+    engine = load_engine(load_bundle(compile_bundle(options).path))
+    assert tokens(engine, SamplingParams(), 3) == tokens(engine, SamplingParams(), 1)
+    sampled = SamplingParams(0.9, top_p=0.95, seed=1)
+    drafted = tokens(engine, sampled, 3)
+    assert len(drafted) == 40 and drafted == tokens(engine, sampled, 3)
