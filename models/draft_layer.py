@@ -68,11 +68,15 @@ class DraftAttention(nn.Module):
     """
 
     def __init__(
-        self, config: DraftLayerConfig, weights: Mapping[str, Tensor], rotary: Rotary | None
+        self,
+        config: DraftLayerConfig,
+        weights: Mapping[str, Tensor],
+        rotary: Rotary,
+        rotates: bool = True,
     ) -> None:
-        """Without `rotary` the layer has no positions (NoPE)."""
+        """A layer that does not rotate has no positions (NoPE)."""
         super().__init__()
-        self.config, self.rotary = config, rotary
+        self.config, self.rotary, self.rotates = config, rotary, rotates
         self.query: nn.Module = linear(weights, "q_proj")
         self.key: nn.Module = linear(weights, "k_proj")
         self.value: nn.Module = linear(weights, "v_proj")
@@ -119,7 +123,7 @@ class DraftAttention(nn.Module):
         return output
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        return x if self.rotary is None else self.rotary(x, positions)
+        return self.rotary(x, positions) if self.rotates else x
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         return x.reshape(*x.shape[:2], heads, self.config.head_dim).transpose(1, 2)

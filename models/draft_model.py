@@ -39,11 +39,15 @@ class DecoderLayer(nn.Module):
     """One layer of a Llama-like decoder whose keys and values the caller keeps."""
 
     def __init__(
-        self, config: DraftLayerConfig, weights: Mapping[str, Tensor], rotary: Rotary | None
+        self,
+        config: DraftLayerConfig,
+        weights: Mapping[str, Tensor],
+        rotary: Rotary,
+        rotates: bool,
     ) -> None:
         super().__init__()
         self.input_norm = rms_norm(weights["input_layernorm.weight"], config.rms_norm_eps)
-        self.attention = DraftAttention(config, under(weights, "self_attn."), rotary)
+        self.attention = DraftAttention(config, under(weights, "self_attn."), rotary, rotates)
         self.mlp_norm = rms_norm(weights["post_attention_layernorm.weight"], config.rms_norm_eps)
         self.mlp = GatedMlp(under(weights, "mlp."))
 
@@ -108,7 +112,8 @@ class DraftModel(Drafter):
             DecoderLayer(
                 sizes,
                 under(weights, f"model.layers.{layer}."),
-                self.rotary if config.rotates(layer) else None,
+                self.rotary,
+                config.rotates(layer),
             )
             for layer in range(config.num_layers)
         )

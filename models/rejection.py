@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.branch import branch
-from forerun.models.choose import Sampling, inverse_cdf, warp
+from forerun.models.choose import Sampling, argmax, inverse_cdf, warp
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
 """Tables of uniforms. The target's own draws where nothing was drafted: plain decoding keeps the
@@ -33,9 +33,10 @@ def draw(
     """
     logits = logits.to(torch.float32)
     operands = (logits, sampling.temperature, sampling.top_k, sampling.top_p, uniform)
-    if not branching:
-        return _drawn(*operands)
-    tokens, q = branch(sampling.temperature.amax(0) > 0, _drawn, _greedy_draft, operands)
+    if branching:
+        tokens, q = branch(sampling.temperature.amax(0) > 0, _drawn, _greedy_draft, operands)
+    else:
+        tokens, q = _drawn(*operands)
     return tokens, q
 
 
@@ -84,14 +85,14 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def _drawn(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     q = distribution(logits, Sampling(temperature, top_k, top_p))
-    tokens = torch.where(temperature[:, None] > 0, inverse_cdf(q, uniform), logits.argmax(-1))
+    tokens = torch.where(temperature[:, None] > 0, inverse_cdf(q, uniform), argmax(logits))
     return tokens, q
 
 
-def _greedy_draft(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return logits.argmax(-1), torch.zeros_like(logits)
+def _greedy_draft(logits: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    return argmax(logits), torch.zeros_like(logits)
 
 
 def _chosen(
@@ -107,8 +108,8 @@ def _chosen(
     rows = torch.arange(logits.shape[1], device=logits.device)
     q = q[:, rows.clamp(max=q.shape[1] - 1)]  # [B, R, V]; the last row may have no child
     chosen = reject(p, q, children, uniforms)
-    return torch.where(temperature[:, None] > 0, chosen, logits.argmax(-1))
+    return torch.where(temperature[:, None] > 0, chosen, argmax(logits))
 
 
 def _greedy_choice(logits: Tensor, *_: Tensor) -> Tensor:
-    return logits.argmax(-1)
+    return argmax(logits)
