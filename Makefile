@@ -6,7 +6,7 @@ BUILD := build
 
 # What `make compile` makes; all of them may be given on the command line.
 TARGET ?= smollm2
-DRAFTER ?= medusa
+DRAFTER ?= medusa+ngram
 ENGINE ?= ort
 PRECISION ?=
 TREE ?=
