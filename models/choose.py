@@ -74,11 +74,16 @@ def _mixed(
     return torch.where(temperature[:, None] > 0, inverse_cdf(weights, uniform), greedy)
 
 
+def temper(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Logits `[B, R, V]` divided by each row's temperature, less their maximum."""
+    temperature = temperature[:, None, None]
+    scaled = logits / torch.where(temperature > 0, temperature, 1.0)
+    return scaled - scaled.amax(-1, keepdim=True)
+
+
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     """Unnormalised probabilities `[B, R, V]` after temperature, top-k and top-p; 0 where cut."""
-    temperature = sampling.temperature[:, None, None]
-    scaled = logits / torch.where(temperature > 0, temperature, 1.0)
-    scaled = scaled - scaled.amax(-1, keepdim=True)
+    scaled = temper(logits, sampling.temperature)
     weights = torch.exp(scaled)  # unnormalised: the maximum weighs 1
     ones = torch.ones_like(weights)
     top_k = sampling.top_k[:, None, None].to(weights.dtype).expand(-1, weights.shape[1], 1)

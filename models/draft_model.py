@@ -219,8 +219,8 @@ class DraftModel(Drafter):
         uniforms = committed.uniforms[:, table]  # [B, U]
         uniform = uniforms.gather(1, position.clamp(max=uniforms.shape[1] - 1))
         sampling = Sampling(committed.temperature, committed.top_k, committed.top_p)
-        if self.acceptance == "matching":
-            return choose(logits, sampling, uniform, committed.branching), logits
+        if self.acceptance == "matching" and committed.branching:
+            return choose(logits, sampling, uniform), logits
         return draw(logits, sampling, uniform, committed.branching)
 
     def _read(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.branch import branch
-from forerun.models.choose import Sampling, argmax, inverse_cdf, warp
+from forerun.models.choose import Sampling, argmax, inverse_cdf, temper, warp
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
 """Tables of uniforms. The target's own draws where nothing was drafted: plain decoding keeps the
@@ -29,14 +29,17 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draft tokens `[B, R]` and the distribution q `[B, R, V]` float32 that they were drawn from.
 
-    `logits` `[B, R, V]`, uniforms `[B, R]`; at temperature 0 the arg-max, q being of no use.
+    `logits` `[B, R, V]`, uniforms `[B, R]`; at temperature 0 the arg-max, q being of no use. An
+    engine that can't branch gets a q without top-k and top-p: any q is exact, and the cuts would be
+    unrolled once for every drafted token.
     """
     logits = logits.to(torch.float32)
     operands = (logits, sampling.temperature, sampling.top_k, sampling.top_p, uniform)
     if branching:
         tokens, q = branch(sampling.temperature.amax(0) > 0, _drawn, _greedy_draft, operands)
     else:
-        tokens, q = _drawn(*operands)
+        q = temper(logits, sampling.temperature).softmax(-1)
+        tokens = _tokens(logits, q, sampling.temperature, uniform)
     return tokens, q
 
 
@@ -87,8 +90,11 @@ def _drawn(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
 ) -> tuple[Tensor, ...]:
     q = distribution(logits, Sampling(temperature, top_k, top_p))
-    tokens = torch.where(temperature[:, None] > 0, inverse_cdf(q, uniform), argmax(logits))
-    return tokens, q
+    return _tokens(logits, q, temperature, uniform), q
+
+
+def _tokens(logits: Tensor, q: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+    return torch.where(temperature[:, None] > 0, inverse_cdf(q, uniform), argmax(logits))
 
 
 def _greedy_draft(logits: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
