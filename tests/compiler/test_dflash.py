@@ -59,6 +59,7 @@ def eagerly(step: Step, nodes: int, new: int) -> tuple[list[int], list[int]]:
     return tokens, counts
 
 
+@pytest.mark.slow  # exports
 @pytest.mark.parametrize("tree", [False, True])
 def test_a_bundle_runs_as_eager_does(
     tree: bool, tiny_target: Any, write_bundle: Callable[..., Path], tmp_path: Path
@@ -91,6 +92,7 @@ def test_a_bundle_runs_as_eager_does(
                 assert (tokens, counts) == eagerly(step, nodes, 40)
 
 
+@pytest.mark.slow  # exports
 @pytest.mark.parametrize("tree", [False, True])
 def test_tensorrt_builds_the_step(tree: bool, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")

@@ -155,6 +155,7 @@ def exported(request, tmp_path_factory, draft_folder, tiny_checkpoint_folder):
     return step, facts, ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 
+@pytest.mark.slow  # exports
 @pytest.mark.parametrize("params", [(0.0, 0, 1.0), (0.9, 0, 1.0), (1.2, 30, 0.9)])
 def test_the_exported_step_does_what_the_eager_one_does(exported, params):
     step, facts, session = exported
@@ -193,6 +194,7 @@ def test_the_exported_step_does_what_the_eager_one_does(exported, params):
         assert states[-1].sum() == pytest.approx(3.0, abs=1e-4)  # q, gamma distributions
 
 
+@pytest.mark.slow  # exports
 @pytest.mark.parametrize("acceptance", ["matching", "rejection"])
 def test_the_step_builds_in_half_precision(
     tmp_path, draft_folder, tiny_checkpoint_folder, acceptance
@@ -226,6 +228,7 @@ def tokens(engine, params: SamplingParams, nodes: int, new: int = 40) -> list[in
     return found
 
 
+@pytest.mark.slow  # exports
 @pytest.mark.parametrize("acceptance", ["matching", "rejection"])
 def test_a_bundle_is_certified(tmp_path, draft_folder, tiny_checkpoint_folder, acceptance):
     options = CompileOptions(

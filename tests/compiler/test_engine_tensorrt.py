@@ -94,6 +94,7 @@ def test_a_step_with_each_drafter_builds_in_half_precision(kind: str, tmp_path: 
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_a_joined_tree_builds_without_branches(tmp_path: Path) -> None:
     """As the pipeline exports for TensorRT: a drafter that grows its tree from two sources."""
     pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
