@@ -19,7 +19,6 @@ from safetensors.torch import save_file  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 from forerun.compiler.eager import EagerStep  # noqa: E402
-from forerun.compiler.engine_tensorrt import build_engine  # noqa: E402
 from forerun.compiler.export import export_step  # noqa: E402
 from forerun.compiler.options import CompileOptions  # noqa: E402
 from forerun.compiler.pipeline import compile_bundle  # noqa: E402
@@ -192,33 +191,6 @@ def test_the_exported_step_does_what_the_eager_one_does(exported, params):
         inputs = eager.step_inputs(inputs, outputs)
     if step.drafter.acceptance == "rejection" and params[0] > 0:
         assert states[-1].sum() == pytest.approx(3.0, abs=1e-4)  # q, gamma distributions
-
-
-@pytest.mark.slow  # exports
-@pytest.mark.parametrize("acceptance", ["matching", "rejection"])
-def test_the_step_builds_in_half_precision(
-    tmp_path, draft_folder, tiny_checkpoint_folder, acceptance
-):
-    pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
-    step = make_step(tiny_checkpoint_folder, draft_folder, acceptance, 3, "fused").half()
-    step.branching = False
-    facts = export_step(step, tmp_path / "step.onnx", {"slots": CAPACITY}, loops=False)
-    sizes = {
-        "batch": 1,
-        "nodes": 4,
-        "verified": 4,
-        "next_nodes": 4,
-        "pending_in": 4,
-        "uniform_positions": CAPACITY,
-    }
-    profiles = [
-        sizes,
-        sizes | {"nodes": 32, "verified": 1, "pending_in": 0},
-        sizes | {"nodes": 1, "verified": 1, "next_nodes": 1},
-    ]
-    out = tmp_path / "step.engine"
-    build_engine(tmp_path / "step.onnx", out, facts, profiles, "tensorrt-rtx")
-    assert out.stat().st_size > 0
 
 
 def tokens(engine, params: SamplingParams, nodes: int, new: int = 40) -> list[int]:

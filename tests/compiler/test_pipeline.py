@@ -72,7 +72,7 @@ def medusa_bundle(options, medusa_folder):
 
 def tokens(engine, prompt, nodes, params, new=48):
     out = engine.prefill(Request(prompt, len(prompt) + new, params), nodes)
-    while committed := engine.step(nodes):
+    while committed := engine.step(nodes)[0]:
         out += committed
     return out
 
