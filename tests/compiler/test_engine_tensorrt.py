@@ -7,6 +7,7 @@ which runs the same ONNX.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from forerun.compiler.export import Signature, export_step
 from forerun.errors import ForerunError, MissingDependencyError
 from forerun.models.combined import Combined
 from forerun.models.config import RopeConfig, TargetConfig
+from forerun.models.draft_model import DraftModel
 from forerun.models.drafter import Drafter
 from forerun.models.growing import as_growing
 from forerun.models.linear import Linear
@@ -24,6 +26,7 @@ from forerun.models.medusa import Medusa, MedusaConfig
 from forerun.models.ngram import NGram
 from forerun.models.step import Step
 from forerun.models.target import Target
+from forerun.models.weights import tensor_shapes
 
 SLOTS, HIDDEN, VOCAB, PENDING = 256, 64, 500, 5
 NOTHING = Signature({}, ())
@@ -77,14 +80,31 @@ def medusa() -> Medusa:
     return Medusa(MedusaConfig(4, 1, HIDDEN, 3, accuracy), blocks, [head], ids)
 
 
-DRAFTERS = {"plain": Drafter, "ngram": lambda: NGram(PENDING - 1), "medusa": medusa}
+def draft_model(acceptance: str) -> DraftModel:
+    """The tiny target's sizes, other weights."""
+    config = tiny_target().config
+    weights = {name: random(*shape) for name, shape in tensor_shapes(config)}
+    drafter = DraftModel(config, weights, SLOTS)
+    drafter.accept_by(acceptance)
+    drafter.trim([PENDING])
+    return drafter
+
+
+DRAFTERS = {
+    "plain": Drafter,
+    "ngram": lambda: NGram(PENDING - 1),
+    "medusa": medusa,
+    "draft": partial(draft_model, "matching"),
+    "rejection": partial(draft_model, "rejection"),
+}
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_a_step_with_each_drafter_builds_in_half_precision(kind: str, tmp_path: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
     step = Step(tiny_target(), DRAFTERS[kind](), pending=PENDING).half()
-    facts = export_step(step, tmp_path / "step.onnx", {"slots": SLOTS})
+    step.branching = kind not in ("draft", "rejection")
+    facts = export_step(step, tmp_path / "step.onnx", {"slots": SLOTS}, loops=step.branching)
     out = tmp_path / "step.engine"
     versions = build_engine(
         tmp_path / "step.onnx", out, facts, [STEP, PREFILL, PLAIN], "tensorrt-rtx"

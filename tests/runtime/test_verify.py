@@ -188,9 +188,9 @@ def test_an_engine_that_forgets_nothing_fails(
 ) -> None:
     original, calls = OrtEngine.prefill, [0]
 
-    def prefill(self: OrtEngine, request: Request, nodes: int) -> list[int]:
+    def prefill(self: OrtEngine, request: Request, nodes: int, row: int = 0) -> list[int]:
         calls[0] += 1
-        tokens = original(self, request, nodes)
+        tokens = original(self, request, nodes, row)
         return tokens if calls[0] <= 8 else [1]
 
     monkeypatch.setattr(OrtEngine, "prefill", prefill)
