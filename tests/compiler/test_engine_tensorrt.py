@@ -7,7 +7,6 @@ which runs the same ONNX.
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,12 +79,11 @@ def medusa() -> Medusa:
     return Medusa(MedusaConfig(4, 1, HIDDEN, 3, accuracy), blocks, [head], ids)
 
 
-def draft_model(acceptance: str) -> DraftModel:
+def draft_model() -> DraftModel:
     """The tiny target's sizes, other weights."""
     config = tiny_target().config
     weights = {name: random(*shape) for name, shape in tensor_shapes(config)}
     drafter = DraftModel(config, weights, SLOTS)
-    drafter.accept_by(acceptance)
     drafter.trim([PENDING])
     return drafter
 
@@ -94,8 +92,7 @@ DRAFTERS = {
     "plain": Drafter,
     "ngram": lambda: NGram(PENDING - 1),
     "medusa": medusa,
-    "draft": partial(draft_model, "matching"),
-    "rejection": partial(draft_model, "rejection"),
+    "draft": draft_model,
 }
 
 
@@ -103,7 +100,7 @@ DRAFTERS = {
 def test_a_step_with_each_drafter_builds_in_half_precision(kind: str, tmp_path: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
     step = Step(tiny_target(), DRAFTERS[kind](), pending=PENDING).half()
-    step.branching = kind not in ("draft", "rejection")
+    step.branching = kind != "draft"
     facts = export_step(step, tmp_path / "step.onnx", {"slots": SLOTS}, loops=step.branching)
     out = tmp_path / "step.engine"
     versions = build_engine(
