@@ -19,11 +19,11 @@ from forerun.errors import ForerunError
 from forerun.models.beam import best_first, proposed_nodes
 from forerun.models.choose import argmax
 from forerun.models.draft_layer import (
-    DraftAttention,
+    DecoderLayer,
     DraftLayerConfig,
-    GatedMlp,
     Rotary,
     Seen,
+    cache_states,
     linear,
     under,
 )
@@ -76,31 +76,6 @@ class DFlashConfig:
         return bool(slides) and slides[layer], bool(causal) and causal[layer]
 
 
-class DFlashLayer(nn.Module):
-    """A Qwen3 decoder layer whose rows see the projected context beside themselves."""
-
-    def __init__(
-        self, config: DraftLayerConfig, weights: Mapping[str, Tensor], rotary: Rotary
-    ) -> None:
-        super().__init__()
-        self.input_norm = rms_norm(weights["input_layernorm.weight"], config.rms_norm_eps)
-        self.attention = DraftAttention(config, under(weights, "self_attn."), rotary)
-        self.mlp_norm = rms_norm(weights["post_attention_layernorm.weight"], config.rms_norm_eps)
-        self.mlp = GatedMlp(under(weights, "mlp."))
-
-    def remember(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """This layer's keys and values of the context `[B, C, H]`, `[B, kv, C, D]` each."""
-        return self.attention.keys_values(context, positions)
-
-    def forward(self, x: Tensor, positions: Tensor, context: Seen, block_mask: Tensor) -> Tensor:
-        """`x` `[B, n, H]` at `positions` `[B, n]` -> `[B, n, H]`."""
-        normed = self.input_norm(x)
-        keys, values = self.attention.keys_values(normed, positions)
-        x = x + self.attention(normed, positions, [context, Seen(keys, values, block_mask)])
-        mixed: Tensor = x + self.mlp(self.mlp_norm(x))
-        return mixed
-
-
 class DFlash(Drafter):
     """The drafter as a chain: every slot's best token."""
 
@@ -125,8 +100,8 @@ class DFlash(Drafter):
         rotary = Rotary(config.layer, capacity)
         self.fuse: nn.Module = linear(weights, "fc")
         self.context_norm = rms_norm(weights["hidden_norm.weight"], eps)
-        self.layers: Iterable[DFlashLayer] = nn.ModuleList(  # type: ignore[assignment]
-            DFlashLayer(config.layer, under(weights, f"layers.{layer}."), rotary)
+        self.layers: Iterable[DecoderLayer] = nn.ModuleList(  # type: ignore[assignment]
+            DecoderLayer(config.layer, under(weights, f"layers.{layer}."), rotary)
             for layer in range(config.num_layers)
         )
         self.norm = rms_norm(weights["norm.weight"], eps)
@@ -135,13 +110,7 @@ class DFlash(Drafter):
         self.register_buffer("ids", ids)
 
     def states(self) -> list[StateSpec]:
-        config = self.config.layer
-        shape = ("batch", config.num_kv_heads, "slots", config.head_dim)
-        return [
-            StateSpec(f"draft_{part}_{layer}", shape, self.norm.weight.dtype, cache=True)
-            for layer in range(self.config.num_layers)
-            for part in ("keys", "values")
-        ]
+        return cache_states(self.config.layer, self.config.num_layers, self.norm.weight.dtype)
 
     def remember(
         self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
@@ -152,7 +121,7 @@ class DFlash(Drafter):
         positions = committed.start[:, None] + ahead
         rows: list[Tensor] = []
         for layer in self.layers:
-            rows += layer.remember(context, positions)
+            rows += layer.attention.keys_values(context, positions)
         return rows
 
     def logits(self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary) -> Tensor:
@@ -167,7 +136,7 @@ class DFlash(Drafter):
         for number, layer in enumerate(self.layers):
             context_mask, block_mask = seen[self.config.attention(number)]
             keys, values = states[2 * number : 2 * number + 2]
-            x = layer(x, positions, Seen(keys, values, context_mask), block_mask)
+            x, _ = layer(x, positions, Seen(keys, values, context_mask), None, block_mask)
         hidden = self.norm(x[:, 1 : 1 + self.gamma])
         logits: Tensor = vocabulary.logits(hidden) if self.head is None else self.head(hidden)
         return logits.to(torch.float32)

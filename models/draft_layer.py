@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.models.config import RopeConfig
+from forerun.models.drafter import StateSpec
 from forerun.models.linear import Linear
 from forerun.models.rope import rope_tables
 from forerun.models.target import rms_norm
@@ -26,6 +27,10 @@ class DraftLayerConfig:
     rms_norm_eps: float
     max_positions: int
     rope: RopeConfig
+
+
+Beside = tuple[Tensor, Tensor]
+"""Keys and values `[B, kv, m, D]` of rows that lie beside a layer's cache."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,50 @@ class GatedMlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mixed: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
         return mixed
+
+
+class DecoderLayer(nn.Module):
+    """One layer of a Llama-like decoder whose keys and values the caller keeps."""
+
+    def __init__(
+        self,
+        config: DraftLayerConfig,
+        weights: Mapping[str, Tensor],
+        rotary: Rotary,
+        rotates: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_norm = rms_norm(weights["input_layernorm.weight"], config.rms_norm_eps)
+        self.attention = DraftAttention(config, under(weights, "self_attn."), rotary, rotates)
+        self.mlp_norm = rms_norm(weights["post_attention_layernorm.weight"], config.rms_norm_eps)
+        self.mlp = GatedMlp(under(weights, "mlp."))
+
+    def forward(
+        self, x: Tensor, positions: Tensor, cache: Seen, beside: Beside | None, mask: Tensor
+    ) -> tuple[Tensor, Beside]:
+        """`x` `[B, n, H]` -> x, and the m rows `beside` the cache followed by x's own.
+
+        `mask` `[B, n, m + n]` says what x's rows see of those.
+        """
+        normed = self.input_norm(x)
+        keys, values = self.attention.keys_values(normed, positions)
+        if beside is not None:
+            keys = torch.cat([beside[0], keys], dim=2)
+            values = torch.cat([beside[1], values], dim=2)
+        x = x + self.attention(normed, positions, [cache, Seen(keys, values, mask)])
+        return x + self.mlp(self.mlp_norm(x)), (keys, values)
+
+
+def cache_states(
+    config: DraftLayerConfig, layers: int, dtype: torch.dtype, extra_rows: int = 0
+) -> list[StateSpec]:
+    """A cache of keys and one of values for each of `layers` layers."""
+    shape = ("batch", config.num_kv_heads, "slots", config.head_dim)
+    return [
+        StateSpec(f"draft_{part}_{layer}", shape, dtype, cache=True, extra_rows=extra_rows)
+        for layer in range(layers)
+        for part in ("keys", "values")
+    ]
 
 
 def linear(weights: Mapping[str, Tensor], name: str) -> Linear:

@@ -15,11 +15,12 @@ from forerun.errors import ForerunError
 from forerun.models.choose import Sampling, choose
 from forerun.models.config import TargetConfig
 from forerun.models.draft_layer import (
-    DraftAttention,
+    Beside,
+    DecoderLayer,
     DraftLayerConfig,
-    GatedMlp,
     Rotary,
     Seen,
+    cache_states,
     linear,
     under,
 )
@@ -27,44 +28,10 @@ from forerun.models.drafter import Committed, Drafter, StateSpec, Vocabulary
 from forerun.models.rejection import DRAFT, TABLES, TARGET, choose_rejecting, draw
 from forerun.models.target import TiedHead, rms_norm
 
-Beside = tuple[Tensor, Tensor]
-"""Keys and values `[B, kv, m, D]` of rows that lie beside a layer's cache."""
 ACCEPTANCES = ("matching", "rejection")
 GAMMA = 7
 MAX_GAMMA = 16
 """Each drafted token is another copy of the small model in the graph."""
-
-
-class DecoderLayer(nn.Module):
-    """One layer of a Llama-like decoder whose keys and values the caller keeps."""
-
-    def __init__(
-        self,
-        config: DraftLayerConfig,
-        weights: Mapping[str, Tensor],
-        rotary: Rotary,
-        rotates: bool,
-    ) -> None:
-        super().__init__()
-        self.input_norm = rms_norm(weights["input_layernorm.weight"], config.rms_norm_eps)
-        self.attention = DraftAttention(config, under(weights, "self_attn."), rotary, rotates)
-        self.mlp_norm = rms_norm(weights["post_attention_layernorm.weight"], config.rms_norm_eps)
-        self.mlp = GatedMlp(under(weights, "mlp."))
-
-    def forward(
-        self, x: Tensor, positions: Tensor, cache: Seen, beside: Beside | None, mask: Tensor
-    ) -> tuple[Tensor, Beside]:
-        """`x` `[B, n, H]` -> x, and the m rows `beside` the cache followed by x's own.
-
-        `mask` `[B, n, m + n]` says what x's rows see of those.
-        """
-        normed = self.input_norm(x)
-        keys, values = self.attention.keys_values(normed, positions)
-        if beside is not None:
-            keys = torch.cat([beside[0], keys], dim=2)
-            values = torch.cat([beside[1], values], dim=2)
-        x = x + self.attention(normed, positions, [cache, Seen(keys, values, mask)])
-        return x + self.mlp(self.mlp_norm(x)), (keys, values)
 
 
 class DraftModel(Drafter):
@@ -92,7 +59,7 @@ class DraftModel(Drafter):
                 "version does not draft with: use a draft model without, or a --capacity of at "
                 f"most {config.window}"
             )
-        sizes = DraftLayerConfig(
+        self.sizes = DraftLayerConfig(
             config.hidden_size,
             config.intermediate_size,
             config.num_heads,
@@ -104,13 +71,13 @@ class DraftModel(Drafter):
         )
         self.config, self.gamma, self.candidates = config, gamma, gamma
         self.accept_by(acceptance)
-        self.rotary = Rotary(sizes, capacity)
+        self.rotary = Rotary(self.sizes, capacity)
         self.embed: nn.Module = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
             weights["model.embed_tokens.weight"]
         )
         self.layers = nn.ModuleList(
             DecoderLayer(
-                sizes,
+                self.sizes,
                 under(weights, f"model.layers.{layer}."),
                 self.rotary,
                 config.rotates(layer),
@@ -133,12 +100,7 @@ class DraftModel(Drafter):
 
     def states(self) -> list[StateSpec]:
         config, real = self.config, self.rotary.cos.dtype
-        shape = ("batch", config.num_kv_heads, "slots", config.head_dim)
-        caches = [
-            StateSpec(f"draft_{kind}_{layer}", shape, real, cache=True, extra_rows=1)
-            for layer in range(config.num_layers)
-            for kind in ("keys", "values")
-        ]
+        caches = cache_states(self.sizes, config.num_layers, real, extra_rows=1)
         hidden = StateSpec("draft_hidden", ("batch", config.hidden_size), real)
         if self.acceptance == "matching":
             return [*caches, hidden]
