@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.errors import ForerunError
 from forerun.models.config import TargetConfig
 from forerun.models.dflash import DFlash, DFlashConfig, dflash
-from forerun.models.draft_layer import DraftLayerConfig
+from forerun.models.draft_layer import DraftLayerConfig, projection_shapes
 from forerun.models.drafter import NORMED
 from forerun.models.drafter_folder import (
     check_tensors,
@@ -241,24 +241,13 @@ def _draft_vocabulary(tensors: dict[str, Tensor], vocabulary: int, path: Path) -
 def dflash_shapes(config: DFlashConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor of a drafter's own; biases are optional."""
     layer = config.layer
-    hidden, inner = layer.hidden_size, layer.intermediate_size
-    queries, keys = (heads * layer.head_dim for heads in (layer.num_heads, layer.num_kv_heads))
+    hidden = layer.hidden_size
     yield "fc.weight", (hidden, hidden * len(config.feature_layers))
     yield "hidden_norm.weight", (hidden,)
     yield "norm.weight", (hidden,)
     for prefix in (f"layers.{number}." for number in range(config.num_layers)):
-        for name, rows, columns in (
-            ("self_attn.q_proj", queries, hidden),
-            ("self_attn.k_proj", keys, hidden),
-            ("self_attn.v_proj", keys, hidden),
-            ("self_attn.o_proj", hidden, queries),
-            ("mlp.gate_proj", inner, hidden),
-            ("mlp.up_proj", inner, hidden),
-            ("mlp.down_proj", hidden, inner),
-        ):
-            yield f"{prefix}{name}.weight", (rows, columns)
-            if name.startswith("self_attn"):
-                yield f"{prefix}{name}.bias", (rows,)
+        for name, shape in projection_shapes(layer):
+            yield f"{prefix}{name}", shape
         for name, size in (
             ("input_layernorm", hidden),
             ("post_attention_layernorm", hidden),

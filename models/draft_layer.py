@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -190,6 +190,30 @@ def cache_states(
         for layer in range(layers)
         for part in ("keys", "values")
     ]
+
+
+def projection_shapes(
+    config: DraftLayerConfig, width: int | None = None
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A layer's matrices and attention's biases by published names, and their shapes.
+
+    `width` is what attention reads (by default the hidden size).
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
+    wide = width or hidden
+    for name, rows, columns in (
+        ("self_attn.q_proj", queries, wide),
+        ("self_attn.k_proj", keys, wide),
+        ("self_attn.v_proj", keys, wide),
+        ("self_attn.o_proj", hidden, queries),
+        ("mlp.gate_proj", inner, hidden),
+        ("mlp.up_proj", inner, hidden),
+        ("mlp.down_proj", hidden, inner),
+    ):
+        yield f"{name}.weight", (rows, columns)
+        if name.startswith("self_attn."):
+            yield f"{name}.bias", (rows,)
 
 
 def linear(weights: Mapping[str, Tensor], name: str) -> Linear:

@@ -72,8 +72,11 @@ class DrafterSource:
     """Or the .gguf file of a draft model."""
     digest: str
     """Hash of all that defines it."""
-    with_lookup: bool = False
-    """Prompt lookup drafts beside it."""
+
+    @property
+    def with_lookup(self) -> bool:
+        """Whether prompt lookup drafts beside it."""
+        return self.kind.endswith(SUFFIX)
 
 
 def find_drafter(name: str) -> DrafterSource:
@@ -91,7 +94,6 @@ def find_drafter(name: str) -> DrafterSource:
             name=learned.name + SUFFIX,
             kind=learned.kind + SUFFIX,
             digest=learned.digest + SUFFIX,
-            with_lookup=True,
         )
     if name in FOLDERLESS:
         return DrafterSource(name, name, None, name)

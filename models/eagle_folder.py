@@ -19,6 +19,7 @@ from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.draft_layer import projection_shapes
 from forerun.models.drafter import NORMED
 from forerun.models.drafter_folder import (
     check_tensors,
@@ -125,21 +126,9 @@ def _shapes(
 ) -> Iterator[tuple[str, list[int]]]:
     """Every key that such a drafter may have, and its shape."""
     config, layer = facts.config, facts.config.layer
-    hidden, inner = layer.hidden_size, layer.intermediate_size
-    queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    wide = 2 * hidden if kind == "eagle3" else hidden
-    for name, rows, columns in (
-        ("self_attn.q_proj", queries, wide),
-        ("self_attn.k_proj", keys, wide),
-        ("self_attn.v_proj", keys, wide),
-        ("self_attn.o_proj", hidden, queries),
-        ("mlp.gate_proj", inner, hidden),
-        ("mlp.up_proj", inner, hidden),
-        ("mlp.down_proj", hidden, inner),
-    ):
-        yield f"{prefix}{name}.weight", [rows, columns]
-        if name.startswith("self_attn."):
-            yield f"{prefix}{name}.bias", [rows]
+    hidden = layer.hidden_size
+    for name, shape in projection_shapes(layer, 2 * hidden if kind == "eagle3" else hidden):
+        yield f"{prefix}{name}", list(shape)
     yield f"{prefix}post_attention_layernorm.weight", [hidden]
     yield "embed_tokens.weight", [vocabulary, hidden]
     if kind == "eagle":

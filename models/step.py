@@ -49,7 +49,7 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """All that a step writes besides caches and states; `grown` only for drafters that grow."""
+    """All that a step writes besides caches and states; a tree only where the drafter grows it."""
 
     emitted: Tensor  # [B, P] int64: the committed tokens, then garbage
     count: Tensor  # [B] int64: how many; the next step's `pending_count`

@@ -95,7 +95,6 @@ class OrtEngine:
         if not live.any():
             return [[] for _ in range(self.rows)]
         self._grow(int(positions.max()) + self.room)
-        here = self.buffers.sets[self.turn]
         verified = self.drafted
         if verified > 1 and not self._has_draft(here, live):
             verified, here["tokens_1"][:] = 1, here[f"tokens_{self.drafted}"][:, :1]

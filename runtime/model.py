@@ -37,7 +37,7 @@ class Answer:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings((stop,) if isinstance(stop, str) else stop)
         self._one_by_one = bool(stop)
         self._token_ids: list[int] = []
         self._text: list[str] = []
@@ -157,8 +157,8 @@ class Model:
         size = self.tree_size(plain, nodes)
         limits = _one_each(max_new_tokens, len(prompts), "max_new_tokens")
         every = _one_each(params, len(prompts), "params")
-        stop = (stop,) if isinstance(stop, str) else stop
         answers = [Answer(self.bundle.tokenizer, stop) for _ in prompts]
+        stop_ids = frozenset(self.bundle.manifest.target.stop_ids)
         results: dict[int, ForerunError] = {}
         places, jobs = [], []  # jobs[i] is prompt places[i]
         for place, prompt in enumerate(prompts):
@@ -169,7 +169,7 @@ class Model:
                 results[place] = error
                 continue
             places.append(place)
-            jobs.append(Job(request, frozenset(self.bundle.manifest.target.stop_ids)))
+            jobs.append(Job(request, stop_ids))
         decoding = decode_batch(self.engine, jobs, size)
         for event in decoding:
             place = places[event.number]
@@ -208,8 +208,6 @@ class Model:
         stop: Sequence[str] = (),
     ) -> Stream:
         """As `stream`, for a prompt of token ids and a tree of `nodes` nodes (1: plain)."""
-        if isinstance(stop, str):
-            stop = (stop,)
         request = _request(ids, max_new_tokens, params)
         stop_ids = self.bundle.manifest.target.stop_ids
         return Stream(self, decode(self.engine, request, nodes, stop_ids), stop)

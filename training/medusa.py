@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.drafters import vocabulary_matrix
 from forerun.models.medusa import MedusaConfig
 from forerun.models.medusa_folder import save_medusa
 from forerun.progress import progress
@@ -116,12 +117,6 @@ def train_medusa(
     save_medusa(folder, config, tensors, facts)
     (folder / CHECKPOINT).unlink(missing_ok=True)
     return config
-
-
-def vocabulary_matrix(checkpoint: Checkpoint) -> Tensor:
-    """The target's output vectors `[V, H]` in float32."""
-    weights = checkpoint.weights
-    return weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
 
 
 def commonest(frequencies: Tensor, count: int) -> Tensor:

@@ -77,11 +77,11 @@ def changed(folder: Path, tmp_path: Path, **values) -> Path:
     return copy
 
 
-def make_step(target_folder: Path, draft: Path, acceptance: str, gamma: int, attention: str):
+def make_step(target_folder: Path, draft: Path, acceptance: str, gamma: int):
     checkpoint = load_checkpoint(target_folder)
     drafter = load_drafter(find_drafter(str(draft)), checkpoint, CAPACITY, acceptance)
     drafter.trim([1, gamma + 1])
-    return Step(Target(checkpoint.config, checkpoint.weights, CAPACITY, attention), drafter).eval()
+    return Step(Target(checkpoint.config, checkpoint.weights, CAPACITY), drafter).eval()
 
 
 def test_a_folder_of_a_language_model_is_a_draft_model(draft_folder, tiny_checkpoint_folder):
@@ -104,7 +104,7 @@ def test_a_gguf_file_is_a_draft_model(tmp_path):
 def test_drafts_are_what_transformers_says(draft_folder, tiny_checkpoint_folder):
     transformers = pytest.importorskip("transformers")
     small = transformers.AutoModelForCausalLM.from_pretrained(draft_folder).eval()
-    eager = EagerStep(make_step(tiny_checkpoint_folder, draft_folder, "matching", 5, "grouped"), 64)
+    eager = EagerStep(make_step(tiny_checkpoint_folder, draft_folder, "matching", 5), 64)
     inputs, text = eager.prefill_inputs(PROMPT, [len(PROMPT) - 1], 6), list(PROMPT)
     for _ in range(3):
         outputs, _, _ = eager.run(inputs)
@@ -148,7 +148,7 @@ def test_rejection_needs_a_drafter_with_a_distribution(tiny_checkpoint_folder):
 @pytest.fixture(scope="module", params=["matching", "rejection"])
 def exported(request, tmp_path_factory, draft_folder, tiny_checkpoint_folder):
     """(step, signature, ONNX Runtime session)"""
-    step = make_step(tiny_checkpoint_folder, draft_folder, request.param, 3, "grouped")
+    step = make_step(tiny_checkpoint_folder, draft_folder, request.param, 3)
     path = tmp_path_factory.mktemp("onnx") / "step.onnx"
     facts = export_step(step, path)
     return step, facts, ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
