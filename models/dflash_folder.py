@@ -23,10 +23,11 @@ from forerun.models.drafter import NORMED
 from forerun.models.drafter_folder import (
     check_tensors,
     find_weights,
+    read_layer,
     read_tensors,
     write_folder,
 )
-from forerun.models.hf_config import Fields, read_json, read_rope, read_windows
+from forerun.models.hf_config import Fields, read_json, read_windows
 from forerun.models.weights import MAX_LAYERS
 
 WEIGHTS = "model.safetensors"
@@ -158,24 +159,10 @@ def _check_kind(fields: Fields) -> None:
 
 
 def _layer(fields: Fields, target: TargetConfig) -> DraftLayerConfig:
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    if hidden != target.hidden_size:
-        raise fields.error("hidden_size", f"the target's, {target.hidden_size}", hidden)
-    kv_heads = fields.integer("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise fields.error("num_key_value_heads", f"a divisor of {heads}", kv_heads)
-    head_dim = fields.integer("head_dim", 128)
-    positions = fields.integer("max_position_embeddings")
-    return DraftLayerConfig(
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps"),
-        max_positions=positions,
-        rope=read_rope(fields, head_dim, positions, 10_000.0),
-    )
+    layer = read_layer(fields, head_dim=128)
+    if layer.hidden_size != target.hidden_size:
+        raise fields.error("hidden_size", f"the target's, {target.hidden_size}", layer.hidden_size)
+    return layer
 
 
 def _feature_layers(fields: Fields, layers: int) -> tuple[int, ...]:

@@ -14,6 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.errors import ForerunError
+from forerun.models.draft_layer import DraftLayerConfig
+from forerun.models.hf_config import Fields, read_rope
+from forerun.models.rope import inverse_frequencies
 
 
 def find_weights(folder: Path, names: Sequence[str], what: str) -> Path:
@@ -85,6 +88,34 @@ def check_tensors(
             raise ForerunError(f"{path}: {name!r} is of type {tensor.dtype}, expected floats")
     for name in sorted(tensors.keys() - expected.keys()):
         raise ForerunError(f"{path}: unknown key {name!r}: not {what}")
+
+
+def read_layer(fields: Fields, head_dim: int | None = None) -> DraftLayerConfig:
+    """The sizes of a drafter's layers, by the names that Hugging Face configurations have.
+
+    `head_dim` is taken where `fields` name none (None: the hidden size shared among the heads).
+    """
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of {heads}", kv_heads)
+    dim = fields.integer("head_dim", head_dim or max(hidden // heads, 1))
+    positions = fields.integer("max_position_embeddings")
+    rope = read_rope(fields, dim, positions, 10_000.0)
+    try:
+        inverse_frequencies(rope, positions, capacity=1)
+    except ForerunError as error:
+        raise ForerunError(f"{fields.where}: {error}") from None
+    return DraftLayerConfig(
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        max_positions=positions,
+        rope=rope,
+    )
 
 
 def write_folder(

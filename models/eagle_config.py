@@ -10,10 +10,10 @@ from forerun.errors import ForerunError
 from forerun.models.config import TargetConfig
 from forerun.models.draft_layer import DraftLayerConfig
 from forerun.models.drafter import NORMED
+from forerun.models.drafter_folder import read_layer
 from forerun.models.eagle import EagleConfig
 from forerun.models.expand import proposed
-from forerun.models.hf_config import Fields, read_rope
-from forerun.models.rope import inverse_frequencies
+from forerun.models.hf_config import Fields
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 MAX_PROPOSED = 2048
@@ -99,27 +99,7 @@ def _layer(fields: Fields) -> DraftLayerConfig:
         raise fields.error("hidden_act", "'silu'", activation)
     if fields.integer("num_hidden_layers", 1) != 1:
         raise fields.error("num_hidden_layers", "1", fields.values["num_hidden_layers"])
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise fields.error("num_key_value_heads", f"a divisor of {heads}", kv_heads)
-    head_dim = fields.integer("head_dim", max(hidden // heads, 1))
-    positions = fields.integer("max_position_embeddings")
-    rope = read_rope(fields, head_dim, positions, 10_000.0)
-    try:
-        inverse_frequencies(rope, positions, capacity=1)
-    except ForerunError as error:
-        raise ForerunError(f"{fields.where}: {error}") from None
-    return DraftLayerConfig(
-        hidden,
-        fields.integer("intermediate_size"),
-        heads,
-        kv_heads,
-        head_dim,
-        fields.number("rms_norm_eps"),
-        positions,
-        rope,
-    )
+    return read_layer(fields)
 
 
 def _tree(fields: Fields) -> tuple[int, int]:
