@@ -23,6 +23,7 @@ from forerun.models.drafter import NORMED
 from forerun.models.drafter_folder import (
     check_tensors,
     find_weights,
+    layer_facts,
     read_layer,
     read_tensors,
     write_folder,
@@ -78,20 +79,8 @@ def save_dflash(
     layer, slides = config.layer, config.sliding_layers or (False,) * config.num_layers
     values = {
         "kind": "dflash",
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
+        **layer_facts(layer),
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": layer.num_heads,
-        "num_key_value_heads": layer.num_kv_heads,
-        "head_dim": layer.head_dim,
-        "rms_norm_eps": layer.rms_norm_eps,
-        "max_position_embeddings": layer.max_positions,
-        "rope_parameters": {
-            "rope_type": layer.rope.kind,
-            "rope_theta": layer.rope.theta,
-            "partial_rotary_factor": layer.rope.dim / layer.head_dim,
-            **layer.rope.scaling,
-        },
         "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
         "use_sliding_window": any(slides),
         "sliding_window": config.window,

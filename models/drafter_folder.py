@@ -51,6 +51,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def read_under(paths: Sequence[Path], prefix: str) -> dict[str, Tensor]:
+    """The tensors of several .safetensors files whose names start with `prefix`, without it."""
+    found: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+                found |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+        except Exception as error:  # the library raises its own class, and OSError
+            raise ForerunError(f"{path}: damaged: {_line(error)}: download it again") from None
+    return found
+
+
 def tensor_names(path: Path) -> set[str]:
     """The keys of a file of tensors; those of a .safetensors file without reading the tensors."""
     if path.suffix != ".safetensors":
@@ -116,6 +129,22 @@ def read_layer(fields: Fields, head_dim: int | None = None) -> DraftLayerConfig:
         max_positions=positions,
         rope=rope,
     )
+
+
+def layer_facts(layer: DraftLayerConfig) -> dict[str, Any]:
+    """The fields that `read_layer` reads."""
+    return {
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "max_position_embeddings": layer.max_positions,
+        "rope_theta": layer.rope.theta,
+        "partial_rotary_factor": layer.rope.dim / layer.head_dim,
+        "rope_scaling": {"rope_type": layer.rope.kind, **layer.rope.scaling},
+    }
 
 
 def write_folder(

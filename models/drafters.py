@@ -22,6 +22,7 @@ from forerun.models.eagle_folder import eagle_kind, load_eagle
 from forerun.models.growing import as_growing
 from forerun.models.hf_config import read_json
 from forerun.models.medusa_folder import load_medusa
+from forerun.models.mtp_folder import load_mtp
 from forerun.models.ngram import NGram
 
 
@@ -55,6 +56,7 @@ DRAFTERS: dict[str, DrafterKind] = {
         partial(load_eagle, "eagle"),
         lambda folder, config: eagle_kind(folder, config) == "eagle",
     ),
+    "mtp": DrafterKind(load_mtp, lambda _, config: bool(config.get("num_nextn_predict_layers"))),
     # A language model on its own drafts as it is: asked after all others.
     "draft": DrafterKind(load_draft_model, lambda _, config: _is_language_model(config)),
 }

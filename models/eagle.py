@@ -98,7 +98,7 @@ class Eagle(GrowingDrafter):
         self.mlp = GatedMlp(under(layer, "mlp."))
         self.register_buffer("ids", None)
 
-    # --- what EAGLE-3 does differently ------------------------------------------------------
+    # --- what drafters of this kind do differently --------------------------------------------
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features `[B, n, F]` as the layer continues them, `[B, n, H]`."""

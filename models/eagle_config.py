@@ -50,17 +50,17 @@ def read_facts(values: Mapping[str, Any], where: str, kind: str, target: TargetC
         raise top.error("quantization_config", "none", values["quantization_config"])
     layer = _layer(fields)
     if fields.integer("vocab_size", target.vocab_size) != target.vocab_size:
-        raise _foreign(fields, "vocab_size", target.vocab_size)
+        raise foreign(fields, "vocab_size", target.vocab_size)
     bias = fields.flag("attention_bias") or fields.flag("qkv_bias")
-    depth, top_k = _tree(Fields(top.table("tree"), f"{where}: tree"))
+    depth, top_k = read_tree(top)
     if kind == "eagle":
         if layer.hidden_size != target.hidden_size:
-            raise _foreign(fields, "hidden_size", target.hidden_size)
+            raise foreign(fields, "hidden_size", target.hidden_size)
         config = EagleConfig(layer, (NORMED,), depth, top_k)
         return Facts(config, target.hidden_size, target.vocab_size, top.flag("bias", True), bias)
     if top.integer("target_hidden_size", layer.hidden_size) != target.hidden_size:
         name = "target_hidden_size" if values.get("target_hidden_size") else "hidden_size"
-        raise _foreign(top if name in values else fields, name, target.hidden_size)
+        raise foreign(top if name in values else fields, name, target.hidden_size)
     return _eagle3_facts(top, layer, target, (depth, top_k), bias)
 
 
@@ -94,17 +94,26 @@ def _eagle3_facts(
 
 
 def _layer(fields: Fields) -> DraftLayerConfig:
+    if fields.integer("num_hidden_layers", 1) != 1:
+        raise fields.error("num_hidden_layers", "1", fields.values["num_hidden_layers"])
+    return read_gated_layer(fields)
+
+
+def read_gated_layer(fields: Fields) -> DraftLayerConfig:
+    """The sizes of a layer whose MLP is gated by SiLU, the only activation there is."""
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise fields.error("hidden_act", "'silu'", activation)
-    if fields.integer("num_hidden_layers", 1) != 1:
-        raise fields.error("num_hidden_layers", "1", fields.values["num_hidden_layers"])
     return read_layer(fields)
 
 
-def _tree(fields: Fields) -> tuple[int, int]:
-    depth = fields.integer("depth", EagleConfig.depth, high=64)
-    top_k = fields.integer("top_k", EagleConfig.top_k, high=64)
+def read_tree(
+    top: Fields, depth: int = EagleConfig.depth, top_k: int = EagleConfig.top_k
+) -> tuple[int, int]:
+    """The depth and top-k that the table `tree` says, or else these."""
+    fields = Fields(top.table("tree"), f"{top.where}: tree")
+    depth = fields.integer("depth", depth, high=64)
+    top_k = fields.integer("top_k", top_k, high=64)
     if proposed(depth, top_k) > MAX_PROPOSED:
         raise fields.error("top_k", f"less: {depth} levels propose over {MAX_PROPOSED}", top_k)
     return depth, top_k
@@ -122,7 +131,8 @@ def _feature_layers(top: Fields, eagle: Fields, layers: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _foreign(fields: Fields, name: str, expected: int) -> ForerunError:
+def foreign(fields: Fields, name: str, expected: int) -> ForerunError:
+    """The error for a size that is not the target's."""
     return ForerunError(
         f"{fields.where}: {name} is {fields.values.get(name)!r}, but the target's is {expected}: "
         "this drafter belongs to another target"

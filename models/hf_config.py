@@ -253,6 +253,7 @@ _FAMILIES = {
     "MistralForCausalLM": _Family("mistral", _mistral),
     "Qwen2ForCausalLM": _Family("qwen2", _qwen2),
     "Qwen3ForCausalLM": _Family("qwen3", _qwen3, head_dim=128),
+    "MiMoForCausalLM": _Family("mimo", _qwen2),
     "SmolLM3ForCausalLM": _Family("smollm3", _smollm3, theta=2_000_000.0, tied=True),
 }
 _BY_MODEL_TYPE = {family.model_type: family for family in _FAMILIES.values()}

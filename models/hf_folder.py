@@ -41,7 +41,7 @@ def checkpoint_from_folder(folder: Path) -> Checkpoint:
     tokenizer = _tokenizer(_required(folder, "tokenizer.json"))
     settings = _optional_json(folder, "tokenizer_config.json")
     bos, eos = (_token_text(settings, name) for name in ("bos_token", "eos_token"))
-    shards = _shards(folder)
+    shards = find_shards(folder)
     return Checkpoint(
         name=folder.resolve().name,
         config=config,
@@ -58,7 +58,7 @@ def checkpoint_from_folder(folder: Path) -> Checkpoint:
     )
 
 
-def _shards(folder: Path) -> list[Path]:
+def find_shards(folder: Path) -> list[Path]:
     """The safetensors files of `folder`: the single one, or those that its index names."""
     if (folder / _INDEX).is_file():
         index = Fields(read_json(folder / _INDEX), str(folder / _INDEX))

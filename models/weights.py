@@ -13,6 +13,10 @@ MAX_LAYERS = 4096
 """No real model comes near; a forged count would fill the memory with per-layer flags."""
 
 
+MTP_PREFIX = "model.mtp_layers.0."
+"""Of the drafter that MiMo keeps beside its own layers (`forerun.models.mtp`)."""
+
+
 def tensor_shapes(config: TargetConfig) -> Iterator[tuple[str, Shape]]:
     """Name (Hugging Face's) and shape of every tensor that a target of `config` holds."""
     hidden = config.hidden_size
@@ -52,7 +56,8 @@ def _layer_shapes(config: TargetConfig) -> Iterator[tuple[str, Shape]]:
 def check_shapes(found: Mapping[str, Shape], config: TargetConfig, where: str) -> list[str]:
     """The names to read from a checkpoint that holds the tensors `found` (name -> shape).
 
-    Rotary buffers, and an output projection that is tied to the embedding, are left out. Raises
+    Rotary buffers, an output projection that is tied to the embedding, and an MTP block are left
+    out. Raises
     ForerunError for a tensor that is missing, of a wrong shape, or unknown to the architecture.
     """
     needed: list[str] = []
@@ -78,7 +83,9 @@ def check_shapes(found: Mapping[str, Shape], config: TargetConfig, where: str) -
 
 
 def _is_idle(name: str, config: TargetConfig) -> bool:
-    """Whether a tensor may be left out: computed buffers, and a copy of the embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (
-        name == "lm_head.weight" and config.tie_embeddings
+    """Whether a tensor may be left out: computed buffers, a copy of the embedding, a drafter."""
+    return (
+        name.endswith("rotary_emb.inv_freq")
+        or name.startswith(MTP_PREFIX)
+        or (name == "lm_head.weight" and config.tie_embeddings)
     )

@@ -15,6 +15,7 @@ from forerun.models.draft_model import DraftModel
 from forerun.models.eagle import Eagle, Eagle3, EagleConfig
 from forerun.models.linear import Linear
 from forerun.models.medusa import Medusa, MedusaConfig
+from forerun.models.mtp import Mtp
 from forerun.models.step import Step, StepInputs, StepOutputs
 from forerun.models.target import Caches, Target
 from forerun.models.weights import tensor_shapes
@@ -77,7 +78,7 @@ def random_medusa(target: Target, heads: int = 3, top_k: int = 3, seed: int = 1)
 def random_eagle(
     target: Target, kind: str = "eagle3", seed: int = 1, vocabulary: int = 40, **changes: Any
 ) -> Eagle:
-    """A random drafter of either kind; `vocabulary` is EAGLE-3's own, `changes` the config's."""
+    """A random drafter of any kind; `vocabulary` is EAGLE-3's own, `changes` the config's."""
     hidden = target.config.hidden_size
     draw = torch.Generator().manual_seed(seed)
     layer = DraftLayerConfig(hidden, 24, 4, 2, 8, 1e-5, SLOTS, RopeConfig(5000.0, 8))
@@ -85,8 +86,8 @@ def random_eagle(
     layers = target.config.num_layers
     three = {"feature_layers": (0, layers // 2, layers)} if kind == "eagle3" else {}
     config = EagleConfig(layer, **({"depth": 3, "top_k": 4} | three | changes))
-    if kind == "eagle":
-        return Eagle(config, weights, SLOTS).eval()
+    if kind != "eagle3":
+        return (Eagle if kind == "eagle" else Mtp)(config, weights, SLOTS).eval()
     ids = torch.randperm(target.config.vocab_size, generator=draw)[:vocabulary].sort().values
     return Eagle3(config, weights, SLOTS, ids).eval()
 
@@ -94,7 +95,7 @@ def random_eagle(
 def eagle_weights(
     kind: str, hidden: int, vocabulary: int, draw: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """By published names, a layer's under `layers.0.`; 4 heads of 8, 2 of them for keys."""
+    """By published names, EAGLE's layer under `layers.0.`; 4 heads of 8, 2 of them for keys."""
     wide = 2 * hidden if kind == "eagle3" else hidden
     shapes = {
         "fc.weight": (hidden, 3 * hidden if kind == "eagle3" else 2 * hidden),
@@ -114,8 +115,13 @@ def eagle_weights(
             "norm.weight": (hidden,),
             "lm_head.weight": (vocabulary, hidden),
         }
-    else:
+    elif kind == "eagle":
         shapes["fc.bias"] = (hidden,)
+    else:
+        shapes = {name.removeprefix("layers.0."): shape for name, shape in shapes.items()}
+        shapes["input_proj.weight"] = shapes.pop("fc.weight")
+        for norm in ("token", "hidden", "input", "final"):
+            shapes[f"{norm}_layernorm.weight"] = (hidden,)
     return {
         name: torch.randn(*shape, generator=draw) * 0.3 + ("norm" in name)
         for name, shape in shapes.items()

@@ -20,7 +20,7 @@ SAMPLING = {
     "sampled": {"temperature": 0.8, "seed": 5},
     "warped": {"temperature": 1.0, "top_p": 0.9, "seed": 11},
 }
-KINDS = ("eagle", "eagle3")
+KINDS = ("eagle", "eagle3", "mtp")
 
 
 # --- lossless ---------------------------------------------------------------------------------
@@ -118,6 +118,11 @@ def pass_on_the_embedding(drafter, kind: str) -> None:
         drafter.fc.weight.copy_(torch.cat([torch.eye(size), torch.zeros(size, size)]))
         drafter.fc.bias.zero_()
         return
+    if kind == "mtp":
+        drafter.fc.weight.copy_(torch.cat([torch.zeros(size, size), torch.eye(size)]))
+        drafter.token_norm.weight.fill_(1.0)
+        drafter.norm.weight.fill_(1.0)
+        return
     for norm in (drafter.input_norm, drafter.norm):
         norm.weight.fill_(1.0)
     drafter.hidden_norm.weight.zero_()  # and with it the residual
@@ -157,20 +162,32 @@ def test_trimming_changes_no_tree(make_target, make_eagle, run_step, nodes):
     assert torch.equal(runs[0].last.ancestors, runs[1].last.ancestors)
 
 
+def test_an_mtp_block_drafts_a_chain(make_target, make_eagle, run_step):
+    """One child a node, unless it is asked for more: then no node has a sibling."""
+    target = make_target()
+    step = Step(target, make_eagle(target, "mtp", depth=5, top_k=1))
+    run = run_step(step, PROMPT, 30, 6, temperature=0.8, seed=5)
+    assert run.last.parents[0].tolist() == [0, 0, 1, 2, 3, 4]
+    assert run.last.depth[0].tolist() == list(range(6))
+    plain = run_step(Step(target, Drafter(), 6), PROMPT, 30, 1, temperature=0.8, seed=5)
+    assert run.tokens == plain.tokens
+
+
 @pytest.mark.slow
-def test_smollm2_with_a_random_eagle3_stays_lossless(make_eagle, run_step):
+@pytest.mark.parametrize("kind", KINDS)
+def test_smollm2_with_a_random_drafter_stays_lossless(make_eagle, run_step, kind):
     from forerun.models.checkpoint import load_checkpoint
     from forerun.models.target import Target
 
     checkpoint = load_checkpoint("smollm2")
     target = Target(checkpoint.config, checkpoint.weights, 192).eval()
     layers = checkpoint.config.num_layers
-    drafter = make_eagle(
-        target, vocabulary=8192, feature_layers=(2, layers // 2, layers - 3), depth=4, top_k=4
-    )
+    three = {"feature_layers": (2, layers // 2, layers - 3)} if kind == "eagle3" else {}
+    drafter = make_eagle(target, kind, vocabulary=8192, depth=4, top_k=4, **three)
     prompt = checkpoint.tokenizer.encode("The three primary colours are").ids
-    plain = run_step(Step(target, Drafter(), 5), prompt, 16, 1)
-    assert run_step(Step(target, drafter), prompt, 16, 6).tokens == plain.tokens
+    for sampling in ({}, SAMPLING["warped"]):
+        plain = run_step(Step(target, Drafter(), 5), prompt, 16, 1, **sampling)
+        assert run_step(Step(target, drafter), prompt, 16, 6, **sampling).tokens == plain.tokens
 
 
 # --- the tree, from the papers' definition ----------------------------------------------------
@@ -203,6 +220,10 @@ def last_output(drafter, embedded: Tensor, features: Tensor, kind: str) -> Tenso
     """The layer's output `[H]` at the last of n rows, attention over all of them."""
     if kind == "eagle":
         read = residual = torch.cat([embedded, features], -1) @ drafter.fc.weight + drafter.fc.bias
+    elif kind == "mtp":
+        pair = [rms(features, drafter.hidden_norm), rms(embedded, drafter.token_norm)]
+        residual = torch.cat(pair, dim=-1) @ drafter.fc.weight
+        read = rms(residual, drafter.input_norm)
     else:
         normed = rms(features, drafter.hidden_norm)
         residual = normed if drafter.config.norm_before_residual else features
@@ -233,9 +254,9 @@ def reference_tree(drafter, target, text: list[int], features: Tensor, nodes: in
             rows = torch.stack(context + node.features)
             x = last_output(drafter, target.embed.weight[tokens], rows, kind)
             normed = x if kind == "eagle" else rms(x, drafter.norm)
-            head = target.head if kind == "eagle" else drafter.head
+            head = drafter.head if kind == "eagle3" else target.head
             log_p = (normed @ head.weight).log_softmax(-1)
-            following = normed if config.norm_output else x
+            following = normed if kind == "mtp" or config.norm_output else x
             for column in log_p.argsort(descending=True)[: config.top_k].tolist():
                 token = column if drafter.ids is None else int(drafter.ids[column])
                 score = node.score + float(log_p[column])
@@ -256,11 +277,11 @@ def paths(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "normed"])
+@pytest.mark.parametrize("kind", [*KINDS, "normed"])
 def test_the_tree_is_the_papers(make_target, make_eagle, run_step, kind, seed):
     target = make_target(seed)
     changes = {"norm_before_residual": True, "norm_output": True} if kind == "normed" else {}
-    kind = "eagle" if kind == "eagle" else "eagle3"
+    kind = "eagle3" if kind == "normed" else kind
     drafter = make_eagle(target, kind, seed=seed + 10, depth=2 + seed % 3, **changes)
     nodes, seen = 4 + 3 * (seed % 4), []
     with torch.no_grad():

@@ -31,7 +31,7 @@ PARAMS = {
     "sampled": SamplingParams(0.8, seed=1),
     "warped": SamplingParams(1.0, top_p=0.9, seed=2),
 }
-KINDS = [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"]
+KINDS = [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle", "mtp")), "eagle3"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
