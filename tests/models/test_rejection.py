@@ -93,7 +93,7 @@ def test_the_emitted_token_has_the_targets_distribution(warp, seed):
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(2, 12), top_k=st.integers(0, 5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=1000, deadline=None)
 def test_any_pair_of_distributions(seed, size, top_k):
     p, q = pair(seed, size, top_k=top_k)
     assert (emitted(p, q, reject) - p).abs().max() < 1e-12

@@ -82,6 +82,37 @@ def test_no_other_tree_expects_more(nodes):
     assert expected_acceptance(best_tree(accuracy, nodes), accuracy) == pytest.approx(best)
 
 
+@settings(max_examples=1000, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.randoms(use_true_random=False),
+)
+def test_a_tree_grows_by_the_likeliest_node(heads, width, nodes, draw):
+    """Medusa, section 2.3.3: connected to the tree so far, the node of the highest product."""
+    accuracy = [sorted((draw.random() for _ in range(width)), reverse=True) for _ in range(heads)]
+    nodes = min(nodes, sum(width**depth for depth in range(heads + 1)))
+    paths: dict[tuple[int, ...], float] = {(): 1.0}
+    while len(paths) < nodes:
+        open_nodes = {
+            (*path, k): chance * accuracy[len(path)][k]
+            for path, chance in paths.items()
+            if len(path) < heads
+            for k in range(width)
+            if (*path, k) not in paths
+        }
+        best = max(open_nodes, key=lambda path: open_nodes[path])
+        paths[best] = open_nodes[best]
+    tree = best_tree(accuracy, nodes)
+    found: list[tuple[int, ...]] = [()]
+    for node in range(1, tree.nodes):
+        depth, k = divmod(tree.slots[node] - 1, width)
+        assert depth == len(found[tree.parents[node]])
+        found.append((*found[tree.parents[node]], k))
+    assert set(found) == set(paths)
+
+
 def test_sizes_out_of_reach_are_refused():
     with pytest.raises(ForerunError, match="between 1 and 3"):
         best_tree([[0.5, 0.2]], 4)

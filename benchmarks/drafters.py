@@ -1,0 +1,213 @@
+"""What each kind of drafter costs in a step, and that each changes no token of a real target.
+
+    python benchmarks/drafters.py OUT [--precision int8|fp32] [--only KIND ...]
+
+Every drafter of random weights is written as a folder for SmolLM2-135M, compiled beside it, and
+measured with `forerun bench`, greedy and sampled. Random drafts are never accepted: the costs are
+real, the speedups are the worst there can be. Needs the extras `cpu` and `compile`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.models.checkpoint import Checkpoint, load_checkpoint
+from forerun.models.config import TargetConfig
+from forerun.models.dflash import DFlashConfig
+from forerun.models.dflash_folder import dflash_shapes, save_dflash
+from forerun.models.draft_layer import DraftLayerConfig, projection_shapes
+from forerun.models.drafter import NORMED
+from forerun.models.eagle import EagleConfig
+from forerun.models.eagle_folder import save_eagle
+from forerun.models.hf_config import config_from_json
+from forerun.models.mtp_folder import save_mtp
+from forerun.models.weights import tensor_shapes
+
+TARGET, NODES = "smollm2", 6
+DRAFT_VOCABULARY = 8192
+SAMPLED = ("--temperature", "1", "--top-p", "0.9", "--seed", "7")
+PROMPTS = Path(__file__).parent.parent / "examples" / "prompts.jsonl"
+
+
+def random(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Small random matrices; norms of ones."""
+    draw = torch.Generator().manual_seed(0)
+    return {
+        name: torch.ones(shape) if "norm" in name else torch.randn(*shape, generator=draw) * 0.02
+        for name, shape in shapes.items()
+    }
+
+
+def layer_of(target: TargetConfig) -> DraftLayerConfig:
+    """A drafter's layer of the target's own sizes."""
+    return DraftLayerConfig(
+        target.hidden_size,
+        target.intermediate_size,
+        target.num_heads,
+        target.num_kv_heads,
+        target.head_dim,
+        target.rms_norm_eps,
+        target.max_positions,
+        target.rope,
+    )
+
+
+def matrices(layer: DraftLayerConfig, width: int | None = None) -> dict[str, tuple[int, ...]]:
+    """A layer's projections, without biases."""
+    return {n: shape for n, shape in projection_shapes(layer, width) if n.endswith(".weight")}
+
+
+def eagle(folder: Path, checkpoint: Checkpoint) -> None:
+    """EAGLE-1/2."""
+    layer, hidden = layer_of(checkpoint.config), checkpoint.config.hidden_size
+    shapes = {f"layers.0.{name}": shape for name, shape in matrices(layer).items()}
+    shapes |= {"layers.0.post_attention_layernorm.weight": (hidden,)}
+    shapes |= {"fc.weight": (hidden, 2 * hidden)}
+    save_eagle(folder, EagleConfig(layer), random(shapes), {})
+
+
+def eagle3(folder: Path, checkpoint: Checkpoint) -> None:
+    """EAGLE-3 over a reduced vocabulary."""
+    layer, layers = layer_of(checkpoint.config), checkpoint.config.num_layers
+    hidden = layer.hidden_size
+    shapes = {f"layers.0.{n}": shape for n, shape in matrices(layer, 2 * hidden).items()}
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    shapes |= {f"layers.0.{norm}.weight": (hidden,) for norm in norms}
+    shapes |= {"norm.weight": (hidden,), "fc.weight": (hidden, 3 * hidden)}
+    shapes |= {"lm_head.weight": (DRAFT_VOCABULARY, hidden)}
+    kept = torch.arange(checkpoint.config.vocab_size) < DRAFT_VOCABULARY
+    vocabulary = {"d2t": torch.zeros(DRAFT_VOCABULARY, dtype=torch.int64), "t2d": kept}
+    config = EagleConfig(layer, (2, layers // 2, layers - 3))
+    save_eagle(folder, config, random(shapes) | vocabulary, {})
+
+
+def mtp(folder: Path, checkpoint: Checkpoint) -> None:
+    """MTP."""
+    layer, hidden = layer_of(checkpoint.config), checkpoint.config.hidden_size
+    norms = ("token", "hidden", "input", "post_attention", "final")
+    shapes = matrices(layer) | {f"{norm}_layernorm.weight": (hidden,) for norm in norms}
+    shapes |= {"input_proj.weight": (hidden, 2 * hidden)}
+    save_mtp(folder, EagleConfig(layer, (NORMED,), 5, 1), random(shapes), {})
+
+
+def dflash(folder: Path, checkpoint: Checkpoint) -> None:
+    """DFlash, two layers, five features, blocks of eight, as a tree."""
+    layers = checkpoint.config.num_layers
+    features = tuple(1 + i * (layers - 2) // 4 for i in range(5))
+    config = DFlashConfig(
+        layer=layer_of(checkpoint.config),
+        num_layers=2,
+        block_size=8,
+        mask_token_id=1,
+        feature_layers=features,
+        tree=True,
+    )
+    save_dflash(folder, config, random(dict(dflash_shapes(config))), {})
+
+
+def draft(folder: Path, checkpoint: Checkpoint) -> None:
+    """A language model of two layers, 192 wide, with the target's tokenizer."""
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": checkpoint.config.vocab_size,
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": checkpoint.config.max_positions,
+        "tie_word_embeddings": True,
+    }
+    config = config_from_json(values, "draft")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
+    save_file(random(dict(tensor_shapes(config))), folder / "model.safetensors")
+
+
+WRITERS: dict[str, Callable[[Path, Checkpoint], None]] = {
+    "eagle": eagle,
+    "eagle3": eagle3,
+    "mtp": mtp,
+    "dflash": dflash,
+    "draft": draft,
+}
+DRAFTERS: dict[str, tuple[str, ...]] = {
+    "ngram": ("--drafter", "ngram"),
+    "medusa": ("--drafter", "medusa"),
+    "medusa+ngram": ("--drafter", "medusa+ngram"),
+    **{kind: ("--drafter", f"{{}}/{kind}") for kind in WRITERS},
+    "eagle3+ngram": ("--drafter", "{}/eagle3+ngram"),
+    "draft, rejection": ("--drafter", "{}/draft", "--acceptance", "rejection"),
+}
+
+
+def forerun(*words: str) -> None:
+    """The command, in a process of its own."""
+    subprocess.run([Path(sys.executable).with_name("forerun"), *words], check=True)
+
+
+def measure(name: str, out: Path, precision: str, limit: int, tokens: int) -> dict[str, Any]:
+    """One drafter: compiled where it is not yet, benched greedy and sampled."""
+    bundle = out / f"{name.replace(', ', '-')}-{precision}"
+    words = [word.format(out / "drafters") for word in DRAFTERS[name]]
+    forerun("compile", TARGET, *words, "--precision", precision, "--tree", str(NODES), "-o",
+            str(bundle))  # fmt: skip
+    reports = []
+    for kind, sampling in (("greedy", ()), ("sampled", SAMPLED)):
+        report = out / f"{bundle.name}-{kind}.json"
+        forerun("bench", str(bundle), "--prompts", str(PROMPTS), "--limit", str(limit),
+                "--max-new-tokens", str(tokens), *sampling, "--json", str(report))  # fmt: skip
+        reports.append(json.loads(report.read_text()))
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    return {"greedy": reports[0], "sampled": reports[1], "manifest": manifest}
+
+
+def row(name: str, found: dict[str, Any]) -> str:
+    """A line of the table."""
+    greedy, sampled = found["greedy"], found["sampled"]
+    target = greedy["verify_cost"]["1"]
+    # int64: emitted tokens, their count, the new length, the next tree's tokens
+    read = 8 * (found["manifest"]["pending"] + 2 + NODES)
+    same = [f"{report['identical']}/{report['prompts']}" for report in (greedy, sampled)]
+    return (
+        f"| {name} | {greedy['draft_cost']:.1f} | {greedy['draft_cost'] / target:.2f} | "
+        f"{greedy['verify_cost'][str(NODES)] / target:.2f} | {greedy['host_share']:.1%} | "
+        f"{read} | {same[0]} | {same[1]} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--precision", default="int8", choices=["int8", "fp32"])
+    parser.add_argument("--only", nargs="*", choices=list(DRAFTERS), default=list(DRAFTERS))
+    parser.add_argument("--limit", type=int, default=4)
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    given = parser.parse_args()
+    checkpoint = load_checkpoint(TARGET)
+    for kind, write in WRITERS.items():
+        write(given.out / "drafters" / kind, checkpoint)
+    lines = []
+    for name in given.only:
+        found = measure(name, given.out, given.precision, given.limit, given.max_new_tokens)
+        lines.append(row(name, found))
+        print(lines[-1], flush=True)
+    print("\n| drafter | draft, ms | c | verify(6) | host share | bytes read a step | "
+          "identical, greedy | identical, sampled |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|", *lines, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
