@@ -15,6 +15,10 @@ OUT ?= $(BUILD)/$(notdir $(TARGET))-$(notdir $(DRAFTER))-$(ENGINE)
 PROMPTS ?= examples/prompts.jsonl
 LIMIT ?=
 
+# Tests in so many processes of one thread each.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
 # onnxruntime and onnxruntime-gpu exclude each other.
 RUNTIME := $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
 # Held back from the resolver: they carry data, and name dependencies that nothing here needs.
@@ -67,10 +71,10 @@ types: install
 	cd $(BUILD)/types && $(abspath $(BIN))/mypy --config-file $(abspath pyproject.toml) -p forerun
 
 test: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: install
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 clean:
 	rm -rf $(BUILD) dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

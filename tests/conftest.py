@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from forerun.runtime.bundle import write_manifest
@@ -133,20 +135,39 @@ def write_tiny(
 
 
 @pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], Any]], Path]:
+    """`once(name, make)`: a folder that `make(folder)` fills once for all of pytest's workers."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def filled(name: str, make: Callable[[Path], Any]) -> Path:
+        folder, done = shared / name, shared / f"{name}.done"
+        with FileLock(shared / f"{name}.lock"):
+            if not done.exists():
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return filled
+
+
+@pytest.fixture(scope="session")
 def write_bundle() -> Callable[..., Path]:
     """`write_tiny`, for tests that bring a drafter of their own."""
     return write_tiny
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(
-    tmp_path_factory: pytest.TempPathFactory, tiny_target: tuple[Any, dict[str, Any]]
-) -> Path:
+def tiny_bundle(once: Callable[..., Path], tiny_target: tuple[Any, dict[str, Any]]) -> Path:
     """The tiny target with prompt lookup: chains of 1, 4 and 8."""
+    pytest.importorskip("torch")
     from forerun.models.ngram import NGram
 
-    folder = tmp_path_factory.mktemp("tiny")
-    return write_tiny(folder, tiny_target, lambda: NGram(PENDING - 1, 4, 1), [1, 4, 8])
+    def make() -> Any:
+        return NGram(PENDING - 1, 4, 1)
+
+    return once("tiny", lambda folder: write_tiny(folder, tiny_target, make, [1, 4, 8]))
 
 
 def tiny_medusa(target: tuple[Any, dict[str, Any]]) -> Any:
@@ -166,26 +187,28 @@ def tiny_medusa(target: tuple[Any, dict[str, Any]]) -> Any:
 
 
 @pytest.fixture(scope="session")
-def tiny_medusa_bundle(
-    tmp_path_factory: pytest.TempPathFactory, tiny_target: tuple[Any, dict[str, Any]]
-) -> Path:
+def tiny_medusa_bundle(once: Callable[..., Path], tiny_target: tuple[Any, dict[str, Any]]) -> Path:
     """The tiny target with three random Medusa heads: trees of 1, 6 and 10."""
-    folder = tmp_path_factory.mktemp("tiny-medusa")
-    return write_tiny(folder, tiny_target, lambda: tiny_medusa(tiny_target), [1, 6, 10])
+
+    def make() -> Any:
+        return tiny_medusa(tiny_target)
+
+    return once("tiny-medusa", lambda folder: write_tiny(folder, tiny_target, make, [1, 6, 10]))
 
 
 @pytest.fixture(scope="session")
 def tiny_combined_bundle(
-    tmp_path_factory: pytest.TempPathFactory, tiny_target: tuple[Any, dict[str, Any]]
+    once: Callable[..., Path], tiny_target: tuple[Any, dict[str, Any]]
 ) -> Path:
     """The tiny target with those heads and prompt lookup: trees of 1, 6 and 10."""
-    from forerun.models.combined import Combined
-    from forerun.models.growing import as_growing
 
     def make() -> Any:
+        from forerun.models.combined import Combined
+        from forerun.models.growing import as_growing
+
         return Combined(as_growing(tiny_medusa(tiny_target)), PENDING - 1)
 
-    return write_tiny(tmp_path_factory.mktemp("tiny-combined"), tiny_target, make, [1, 6, 10])
+    return once("tiny-combined", lambda folder: write_tiny(folder, tiny_target, make, [1, 6, 10]))
 
 
 @pytest.fixture(scope="session")
