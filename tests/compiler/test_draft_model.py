@@ -239,7 +239,8 @@ def test_a_bundle_is_certified(tmp_path, draft_folder, tiny_checkpoint_folder, a
 
 
 @pytest.mark.slow
-def test_smollm2_with_a_random_draft_model(tmp_path):
+@pytest.mark.parametrize("acceptance", ["matching", "rejection"])
+def test_smollm2_with_a_random_draft_model(tmp_path, acceptance):
     target = load_checkpoint("smollm2")
     values = {
         "architectures": ["LlamaForCausalLM"],
@@ -255,12 +256,15 @@ def test_smollm2_with_a_random_draft_model(tmp_path):
         target="smollm2",
         output=tmp_path / "bundle",
         drafter=str(tmp_path / "draft"),
+        precision="fp32",
         capacity=512,
         trees=(3,),
-        acceptance="rejection",
+        acceptance=acceptance,
     )
     engine = load_engine(load_bundle(compile_bundle(options).path))
     assert tokens(engine, SamplingParams(), 3) == tokens(engine, SamplingParams(), 1)
-    sampled = SamplingParams(0.9, top_p=0.95, seed=1)
+    sampled = SamplingParams(1.0, top_p=0.9, seed=1)
     drafted = tokens(engine, sampled, 3)
     assert len(drafted) == 40 and drafted == tokens(engine, sampled, 3)
+    if acceptance == "matching":
+        assert drafted == tokens(engine, sampled, 1)

@@ -79,11 +79,11 @@ def medusa() -> Medusa:
     return Medusa(MedusaConfig(4, 1, HIDDEN, 3, accuracy), blocks, [head], ids)
 
 
-def draft_model() -> DraftModel:
+def draft_model(acceptance: str = "matching") -> DraftModel:
     """The tiny target's sizes, other weights."""
     config = tiny_target().config
     weights = {name: random(*shape) for name, shape in tensor_shapes(config)}
-    drafter = DraftModel(config, weights, SLOTS)
+    drafter = DraftModel(config, weights, SLOTS, acceptance=acceptance)
     drafter.trim([PENDING])
     return drafter
 
@@ -93,6 +93,7 @@ DRAFTERS = {
     "ngram": lambda: NGram(PENDING - 1),
     "medusa": medusa,
     "draft": draft_model,
+    "draft, rejection": lambda: draft_model("rejection"),
 }
 
 
@@ -100,7 +101,7 @@ DRAFTERS = {
 def test_a_step_with_each_drafter_builds_in_half_precision(kind: str, tmp_path: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
     step = Step(tiny_target(), DRAFTERS[kind](), pending=PENDING).half()
-    step.branching = kind != "draft"
+    step.branching = not kind.startswith("draft")
     facts = export_step(step, tmp_path / "step.onnx", {"slots": SLOTS}, loops=step.branching)
     out = tmp_path / "step.engine"
     versions = build_engine(

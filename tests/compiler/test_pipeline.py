@@ -20,8 +20,10 @@ from forerun.errors import ForerunError  # noqa: E402
 from forerun.models.checkpoint import load_checkpoint  # noqa: E402
 from forerun.models.medusa import MedusaConfig  # noqa: E402
 from forerun.models.medusa_folder import save_medusa  # noqa: E402
+from forerun.runtime.batch import Job, decode_batch  # noqa: E402
 from forerun.runtime.bundle import load_bundle  # noqa: E402
 from forerun.runtime.engine import Request, load_engine  # noqa: E402
+from forerun.runtime.loop import decode  # noqa: E402
 from forerun.runtime.sampling import SamplingParams  # noqa: E402
 from forerun.runtime.verify import VerifyConfig, verify  # noqa: E402
 
@@ -95,6 +97,24 @@ def test_a_row_is_bit_equal_however_many_rows_there_are(int8_bundle):
     whole = engine.score(text)
     for chunk in (1, 2, 5, 8):
         np.testing.assert_array_equal(engine.score(text[:270], chunk)[:270], whole[:270])
+
+
+@pytest.mark.parametrize("which", ["int8_bundle", "medusa_bundle"])
+def test_neighbours_in_a_batch_change_no_token_under_int8(request, which):
+    """Where one row's rounding saw another's, tokens would soon differ."""
+    bundle = load_bundle(request.getfixturevalue(which))
+    alone, engine = load_engine(bundle), load_engine(bundle, rows=3)
+    nodes = int(bundle.manifest.default_tree)
+    work = [
+        Job(Request([(7 * i + 3 * j) % 11 + 60 for j in range(5 + 9 * i)], 100, PARAMS[i % 3]))
+        for i in range(7)
+    ]
+    found: dict[int, list[int]] = {number: [] for number in range(len(work))}
+    for event in decode_batch(engine, work, nodes):
+        found[event.number] += event.outcome.tokens
+    for number, job in enumerate(work):
+        blocks = decode(alone, job.request, 1)
+        assert found[number] == [token for block in blocks for token in block.tokens]
 
 
 def test_the_certificate_passes(int8_bundle):

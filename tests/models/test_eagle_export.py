@@ -80,7 +80,7 @@ def test_rows_run_beside_each_other(exported: Any) -> None:
         assert expected[: len(found[row])] == found[row]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
 def test_a_step_builds_as_a_tensorrt_engine(
     kind: str, make_target: Any, make_eagle: Any, tmp_path: Path
 ) -> None:
