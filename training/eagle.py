@@ -1,0 +1,262 @@
+"""EAGLE-1/2, EAGLE-3 and MTP for a target: where they start, what they learn, what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.errors import ForerunError
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.draft_layer import DraftLayerConfig
+from forerun.models.drafter import NORMED
+from forerun.models.drafters import vocabulary_matrix
+from forerun.models.eagle import Eagle, Eagle3, EagleConfig
+from forerun.models.eagle_folder import save_eagle
+from forerun.models.mtp import Mtp
+from forerun.models.mtp_folder import save_mtp
+from forerun.training.fit import Settings, Task, finished, fit
+from forerun.training.texts import Text
+from forerun.training.unrolled import Batch, Columns, batch_of, losses, trainable
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class EagleTraining:
+    """What is trained, and how its loss runs."""
+
+    kind: str = "eagle3"
+    unroll: int = 5
+    """Steps that are drafted one after the other, each from the last one's output."""
+    decay: float = 0.8
+    """Weight of an unrolled step's loss against the one before (EAGLE-3's own)."""
+    draft_vocabulary: int = 8192
+    """The commonest tokens: EAGLE-3's own vocabulary; the others' loss runs over these columns."""
+    intermediate: int | None = None
+    """Width of the MLP; None: the target's."""
+    batch: int = 4096
+    """Padded tokens a step."""
+
+
+def feature_layers(kind: str, layers: int) -> tuple[int, ...]:
+    """The target's hidden states that a drafter of `kind` reads."""
+    return (2, layers // 2, layers - 3) if kind == "eagle3" else (NORMED,)
+
+
+def train_eagle(
+    checkpoint: Checkpoint,
+    texts: Sequence[Text],
+    frequencies: Tensor,
+    folder: Path,
+    training: EagleTraining,
+    settings: Settings,
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Trains on those of `texts` that are not held out, and writes the drafter's folder.
+
+    `frequencies` `[V]` say how often each token occurs in the training text.
+    """
+    used = [text for text in texts if not text.held_out and len(text.states) > 1]
+    if not used:
+        raise ForerunError("no answer of two tokens or more to train on: synthesize more")
+    capacity = max(len(text.tokens) for text in used) + training.unroll + 2
+    vocabulary = checkpoint.config.vocab_size
+    ids = frequencies.argsort(descending=True, stable=True)[: training.draft_vocabulary]
+    ids = ids.sort().values
+    drafter = trainable(
+        *start(checkpoint, training, ids, capacity),
+        capacity,
+    )
+    matrix = vocabulary_matrix(checkpoint)
+    ends = Columns(checkpoint.weights["model.embed_tokens.weight"], matrix, ids)
+    columns = torch.full((vocabulary,), -1)
+    columns[ids] = torch.arange(len(ids))
+    weights = training.decay ** torch.arange(training.unroll)
+
+    def loss(group: Sequence[Text]) -> tuple[Tensor, Tensor]:
+        batch: Batch = batch_of(group, training.unroll)
+        found, right, counts = losses(drafter, batch, ends, columns, training.unroll)
+        share = right / counts.clamp(min=1)
+        return (found * weights).sum(), torch.cat([found.detach(), share])
+
+    def report(epoch: int, figures: Tensor) -> None:
+        found, share = figures.chunk(2)
+        shown = [" ".join(f"{x:.3f}" for x in part.tolist()) for part in (found, share)]
+        say(f"epoch {epoch}: loss {shown[0]}; all right up to step 1, 2, ...: {shown[1]}")
+
+    facts = f"{asdict(training)} {checkpoint.digest} {len(used)} {sum(len(t.tokens) for t in used)}"
+    fit(Task(drafter, pack(used, training.batch), loss, facts), folder, settings, report)
+    write(folder, checkpoint, drafter, ids, training, settings)
+    finished(folder)
+
+
+def pack(texts: Sequence[Text], tokens: int) -> list[list[Text]]:
+    """Groups of texts of like length, each of at most so many padded tokens (one text at least)."""
+    groups: list[list[Text]] = []
+    for text in sorted(texts, key=lambda text: (len(text.tokens), len(text.states))):
+        if groups and (len(groups[-1]) + 1) * len(text.tokens) <= tokens:
+            groups[-1].append(text)
+        else:
+            groups.append([text])
+    return groups
+
+
+def start(
+    checkpoint: Checkpoint, training: EagleTraining, ids: Tensor, capacity: int
+) -> tuple[Eagle, DraftLayerConfig]:
+    """A drafter that begins as the target's own layer, in float32, and its layer's sizes.
+
+    Its matrices are those of the target's last layer but two, applied to the last feature; what the
+    embedding enters by is zero. Its vocabulary layer is the target's.
+    """
+    config = checkpoint.config
+    layer = DraftLayerConfig(
+        config.hidden_size,
+        training.intermediate or config.intermediate_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.rms_norm_eps,
+        config.max_positions,
+        config.rope,
+    )
+    features = feature_layers(training.kind, config.num_layers)
+    eagle = EagleConfig(layer, features, *((5, 1) if training.kind == "mtp" else ()))
+    make = STARTS.get(training.kind)
+    if make is None:
+        raise ForerunError(f"kind {training.kind!r}: choose one of {', '.join(STARTS)}")
+    return make(checkpoint, eagle, ids, capacity), layer
+
+
+def target_layer(checkpoint: Checkpoint, layer: DraftLayerConfig) -> Tensors:
+    """The target's last layer but two, by a layer's names; its MLP cut to the wanted width."""
+    prefix = f"model.layers.{max(checkpoint.config.num_layers - 3, 0)}."
+    found = {
+        name.removeprefix(prefix): weight.clone()
+        for name, weight in checkpoint.weights.items()
+        if name.startswith(prefix)
+    }
+    width = layer.intermediate_size
+    if width > checkpoint.config.intermediate_size:
+        raise ForerunError(
+            f"--intermediate {width}: a drafter starts from one of the target's layers, which are "
+            f"{checkpoint.config.intermediate_size} wide"
+        )
+    for name in ("gate_proj", "up_proj"):
+        found[f"mlp.{name}.weight"] = found[f"mlp.{name}.weight"][:width]
+    found["mlp.down_proj.weight"] = found["mlp.down_proj.weight"][:, :width]
+    return found
+
+
+def _start_eagle3(checkpoint: Checkpoint, config: EagleConfig, ids: Tensor, capacity: int) -> Eagle:
+    layer, hidden = target_layer(checkpoint, config.layer), config.layer.hidden_size
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = layer[f"self_attn.{name}.weight"]
+        layer[f"self_attn.{name}.weight"] = torch.cat([torch.zeros_like(weight), weight], dim=1)
+    norm = layer.pop("input_layernorm.weight")
+    weights = {f"layers.0.{name}": weight for name, weight in layer.items()}
+    weights["layers.0.hidden_norm.weight"] = norm
+    weights["layers.0.input_layernorm.weight"] = torch.ones(hidden)
+    weights["norm.weight"] = checkpoint.weights["model.norm.weight"].clone()
+    weights["lm_head.weight"] = vocabulary_matrix(checkpoint)[ids].clone()
+    last = torch.cat([torch.zeros(hidden, 2 * hidden), torch.eye(hidden)], dim=1)
+    return Eagle3(config, weights | {"fc.weight": last}, capacity, ids)
+
+
+def _start_eagle(checkpoint: Checkpoint, config: EagleConfig, ids: Tensor, capacity: int) -> Eagle:
+    layer, hidden = target_layer(checkpoint, config.layer), config.layer.hidden_size
+    del layer["input_layernorm.weight"]
+    weights = {f"layers.0.{name}": weight for name, weight in layer.items()}
+    weights["fc.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
+    return Eagle(config, weights | {"fc.bias": torch.zeros(hidden)}, capacity)
+
+
+def _start_mtp(checkpoint: Checkpoint, config: EagleConfig, ids: Tensor, capacity: int) -> Eagle:
+    layer, hidden = target_layer(checkpoint, config.layer), config.layer.hidden_size
+    ones = {f"{name}_layernorm.weight": torch.ones(hidden) for name in ("token", "hidden")}
+    final = checkpoint.weights["model.norm.weight"].clone()
+    pair = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    return Mtp(
+        config,
+        layer | ones | {"final_layernorm.weight": final, "input_proj.weight": pair},
+        capacity,
+    )
+
+
+STARTS: dict[str, Callable[[Checkpoint, EagleConfig, Tensor, int], Eagle]] = {
+    "eagle": _start_eagle,
+    "eagle3": _start_eagle3,
+    "mtp": _start_mtp,
+}
+
+
+def write(
+    folder: Path,
+    checkpoint: Checkpoint,
+    drafter: Eagle,
+    ids: Tensor,
+    training: EagleTraining,
+    settings: Settings,
+) -> None:
+    """The drafter's folder, in float16."""
+    tensors = {name: weight.to(torch.float16) for name, weight in published(drafter).items()}
+    facts = {
+        "target": checkpoint.name,
+        "target_digest": checkpoint.digest,
+        "training": asdict(training) | asdict(settings),
+    }
+    if training.kind == "mtp":
+        save_mtp(folder, drafter.config, tensors, facts)
+        return
+    if training.kind == "eagle3":
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        kept = torch.zeros(checkpoint.config.vocab_size, dtype=torch.bool)
+        kept[ids] = True
+        tensors["t2d"] = kept
+    save_eagle(folder, drafter.config, tensors, facts)
+
+
+def published(drafter: Eagle) -> Tensors:
+    """The drafter's weights by published names, matrices as `[out, in]`."""
+    found: Tensors = {}
+    names = {**LAYER_NAMES, **OUTER_NAMES[drafter.kind]}
+    prefix = "" if drafter.kind == "mtp" else "layers.0."
+    for name, weight in drafter.named_parameters():
+        module, _, part = name.rpartition(".")
+        inner = module in LAYER_NAMES
+        key = f"{prefix if inner else ''}{names[module]}.{part}"
+        found[key] = weight.detach().T if weight.dim() == 2 else weight.detach()
+    return found
+
+
+LAYER_NAMES = {
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+OUTER_NAMES = {
+    "eagle": {"fc": "fc"},
+    "eagle3": {
+        "fc": "fc",
+        "input_norm": "layers.0.input_layernorm",
+        "hidden_norm": "layers.0.hidden_norm",
+        "norm": "norm",
+        "head": "lm_head",
+    },
+    "mtp": {
+        "fc": "input_proj",
+        "token_norm": "token_layernorm",
+        "hidden_norm": "hidden_layernorm",
+        "input_norm": "input_layernorm",
+        "norm": "final_layernorm",
+    },
+}

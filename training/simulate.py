@@ -1,0 +1,179 @@
+"""What a drafter would be worth at run time: answers decoded again, the target's part read off.
+
+A greedy answer says what the target chooses at every token, and its features were kept. So every
+step can be played as the runtime would, with the drafter alone doing work, whatever its kind: its
+state is kept up, its tree is drafted and walked along the true tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.models.drafter import Committed, Drafter, GrowingDrafter, Vocabulary
+from forerun.models.grow import prune
+from forerun.models.ops import scatter_in_place
+from forerun.training.texts import Text
+
+ROWS = 48
+"""Answers that are played side by side."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """All steps of all answers."""
+
+    steps: int
+    committed: int
+    """Tokens, the bonus tokens included; what an answer's end cuts off is not counted."""
+    reached: tuple[int, ...]
+    """Steps that accepted at least 1, 2, ... drafted tokens."""
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed a step."""
+        return self.committed / max(self.steps, 1)
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of steps that accepted at least 1, 2, ... drafted tokens."""
+        return [count / max(self.steps, 1) for count in self.reached]
+
+    def __add__(self, other: Played) -> Played:
+        longest = max(len(self.reached), len(other.reached))
+        columns = (part.reached + (0,) * (longest - len(part.reached)) for part in (self, other))
+        reached = tuple(a + b for a, b in zip(*columns, strict=True))
+        return Played(self.steps + other.steps, self.committed + other.committed, reached)
+
+
+NOTHING = Played(0, 0, ())
+
+
+@torch.inference_mode()
+def play(drafter: Drafter, vocabulary: Vocabulary, texts: Sequence[Text], nodes: int) -> Played:
+    """Decodes the answers of `texts` with draft trees of `nodes` nodes.
+
+    `texts` are greedy answers with the feature layers that `drafter` reads.
+    """
+    total = NOTHING
+    ordered = sorted((text for text in texts if len(text.states) > 1), key=lambda t: len(t.tokens))
+    for start in range(0, len(ordered), ROWS):
+        game = _Game(drafter, vocabulary, ordered[start : start + ROWS], nodes)
+        for found in game.steps():
+            total += found
+    return total
+
+
+class _Game:
+    """B answers side by side."""
+
+    def __init__(
+        self, drafter: Drafter, vocabulary: Vocabulary, texts: Sequence[Text], nodes: int
+    ) -> None:
+        self.drafter, self.vocabulary, self.texts, self.nodes = drafter, vocabulary, texts, nodes
+        self.depth = drafter.max_depth()
+        size = len(texts)
+        longest = max(len(text.tokens) for text in texts)
+        prompt = max(text.prompt for text in texts)
+        width = longest + max(prompt, self.depth + 1) + 1
+        self.tokens = torch.zeros(size, width, dtype=torch.int64)
+        features = texts[0].features
+        self.features = features.new_zeros(size, width, features.shape[1]).to(torch.float32)
+        self.slots = width + self.depth + 1
+        for row, text in enumerate(texts):
+            self.tokens[row, : len(text.tokens)] = text.tokens
+            self.features[row, : len(text.tokens)] = text.features.to(torch.float32)
+        self.states = [self._zeros(spec.shape, spec.dtype) for spec in drafter.states()]
+        self.at = torch.tensor([text.prompt for text in texts])  # [B] the root's position
+        self.ends = torch.tensor([len(text.tokens) for text in texts])
+
+    def steps(self) -> Iterator[Played]:
+        """The prefill, then steps until every answer is told."""
+        size = len(self.texts)
+        longest = max(text.prompt for text in self.texts)
+        committed = self._committed(torch.zeros(size, dtype=torch.int64), self.at, longest)
+        while True:
+            tokens, parents = self._draft(committed)
+            live = self.at < self.ends - 1
+            if not live.any():
+                return
+            accepted = torch.tensor(
+                [
+                    self._walk(row, tokens[row].tolist(), parents[row].tolist()) if alive else -1
+                    for row, alive in enumerate(live.tolist())
+                ]
+            )
+            advance = torch.minimum(accepted + 1, self.ends - 1 - self.at) * live
+            reached = [int((accepted >= depth).sum()) for depth in range(1, self.depth + 1)]
+            yield Played(int(live.sum()), int(advance.sum()), tuple(reached))
+            start, self.at = self.at, self.at + advance
+            committed = self._committed(start, advance, self.depth + 1)
+
+    def _committed(self, start: Tensor, count: Tensor, rows: int) -> Committed:
+        """Context rows `start` to `start + count`, of `rows` rows; the state after them is kept."""
+        size = len(self.texts)
+        places = start[:, None] + torch.arange(rows + 1)
+        states = [
+            text.states[min(at - text.prompt, len(text.states) - 1)]
+            for text, at in zip(self.texts, self.at.tolist(), strict=True)
+        ]
+        wide = places[:, :rows, None].expand(-1, -1, self.features.shape[2])
+        off = torch.zeros(size, dtype=torch.int64)
+        committed = Committed(
+            tokens=self.tokens.gather(1, places),
+            start=start,
+            count=count,
+            root=self.tokens.gather(1, self.at[:, None])[:, 0],
+            features=self.features.gather(1, wide),
+            hidden=torch.stack(states).to(torch.float32),
+            uniforms=torch.zeros(size, self.drafter.tables, self.slots),
+            temperature=torch.zeros(size),
+            top_k=off,
+            top_p=torch.ones(size),
+            branching=False,
+        )
+        specs = [spec for spec in self.drafter.states() if not spec.drafted]
+        new = self.drafter.remember(committed, self.states, self.vocabulary)
+        for place, (spec, value) in enumerate(zip(specs, new, strict=False)):
+            if spec.cache:
+                scatter_in_place(self.states[place], value, start)
+            else:
+                self.states[place] = value
+        return committed
+
+    def _draft(self, committed: Committed) -> tuple[Tensor, Tensor]:
+        """The next tree's tokens and parents, `[B, N]` each; the root's parent is itself."""
+        drafter, vocabulary = self.drafter, self.vocabulary
+        if isinstance(drafter, GrowingDrafter):
+            proposal = drafter.propose(committed, self.states, vocabulary)
+            places = torch.arange(self.nodes)
+            tree = prune(committed.root, proposal, places, drafter.max_depth())
+            return tree.tokens, tree.parents
+        shape = drafter.tree(self.nodes)
+        assert shape is not None
+        drafted = drafter.draft(committed, self.states, vocabulary)
+        tokens = torch.cat([committed.root[:, None], drafted], dim=1)[:, list(shape.slots)]
+        parents = torch.tensor(shape.parents).clamp(min=0)
+        return tokens, parents.expand(len(self.texts), -1)
+
+    def _walk(self, row: int, tokens: list[int], parents: list[int]) -> int:
+        """How many drafted tokens are the answer's own, on a path from the root."""
+        children: dict[tuple[int, int], int] = {}
+        for node in range(1, len(tokens)):
+            children.setdefault((parents[node], tokens[node]), node)
+        node = depth = 0
+        at = int(self.at[row])
+        for truth in self.tokens[row, at + 1 : int(self.ends[row])].tolist():
+            found = children.get((node, truth))
+            if found is None:
+                break
+            node, depth = found, depth + 1
+        return depth
+
+    def _zeros(self, shape: Sequence[int | str], dtype: torch.dtype) -> Tensor:
+        sizes = {"batch": len(self.texts), "slots": self.slots}
+        resolved = [sizes[axis] if isinstance(axis, str) else axis for axis in shape]
+        return torch.zeros(resolved, dtype=dtype)

@@ -1,0 +1,156 @@
+"""Whole sequences, prompt and answer, with what the target felt at every token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.errors import ForerunError
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.drafter import NORMED
+from forerun.models.ops import scatter_in_place
+from forerun.models.target import Caches, Rows, Target
+from forerun.progress import progress
+from forerun.training.generate import common_prefix
+from forerun.training.synthesize import DTYPES, shard_files
+
+TEXTS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt of `prompt` tokens and its answer, n tokens in all."""
+
+    tokens: Tensor  # [n] int64
+    prompt: int
+    features: Tensor  # [n, F]: the feature layers side by side, in the checkpoint's basis
+    states: Tensor  # [n - prompt, H]: the normed hidden state that chose each answer token
+    kind: str
+    """The part of the prompt's category before the slash."""
+    held_out: bool
+    greedy: bool
+
+
+def read_texts(
+    checkpoint: Checkpoint, folders: Sequence[Path], layers: Sequence[int], dtype: str = "bfloat16"
+) -> list[Text]:
+    """All texts of the data `folders`, with the target's feature `layers` (`NORMED`, or the layers
+    that they enter). Features are computed once and kept beside the data.
+
+    Raises ForerunError where a folder is no data, or a shard is damaged.
+    """
+    paths = [path for folder in folders for path in shard_files(folder)]
+    missing = [path for path in paths if not _beside(path, layers).exists()]
+    if missing:
+        _compute(checkpoint, missing, layers, dtype)
+    texts: list[Text] = []
+    for path in paths:
+        try:
+            texts += _read(path, _beside(path, layers))
+        except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+            raise ForerunError(
+                f"{path}: damaged shard, or features of other data: {error}: delete it and run "
+                "forerun synthesize again"
+            ) from None
+    return texts
+
+
+def _beside(path: Path, layers: Sequence[int]) -> Path:
+    names = ("normed" if layer == NORMED else str(layer) for layer in layers)
+    return path.parent / f"features-{'-'.join(names)}" / path.name
+
+
+def _read(path: Path, beside: Path) -> Iterator[Text]:
+    with safe_open(path, "pt") as file, safe_open(beside, "pt") as more:
+        kinds = json.loads(file.metadata()["categories"])
+        lengths = file.get_tensor("lengths").tolist()
+        prompts = file.get_tensor("prompt_lengths").tolist()
+        tokens = file.get_tensor("tokens").to(torch.int64).split(lengths)
+        features = more.get_tensor("features").split(lengths)
+        answers = [length - prompt for length, prompt in zip(lengths, prompts, strict=True)]
+        states = file.get_tensor("states").split(answers)
+        held_out = (file.get_tensor("held_out") != 0).tolist()
+        greedy = (file.get_tensor("temperatures") == 0).tolist()
+    parts = zip(tokens, prompts, features, states, kinds, held_out, greedy, strict=True)
+    for token, prompt, feature, state, kind, held, cold in parts:
+        yield Text(token, prompt, feature, state, kind.partition("/")[0], held, cold)
+
+
+def _compute(
+    checkpoint: Checkpoint, paths: Sequence[Path], layers: Sequence[int], dtype: str
+) -> None:
+    """The features of shards, a file beside each."""
+    target: Target | None = None
+    with progress("reading features", len(paths)) as advance:
+        for path in paths:
+            with safe_open(path, "pt") as file:
+                tokens = file.get_tensor("tokens").to(torch.int64)
+                texts = tokens.split(file.get_tensor("lengths").tolist())
+            longest = max(map(len, texts))
+            if target is None or target.capacity < longest:
+                capacity = max(longest, 1024)
+                target = Target(checkpoint.config, checkpoint.weights, capacity, "torch").eval()
+                target.to(DTYPES[dtype])
+            rows = torch.cat(_features(target, texts, layers))
+            beside = _beside(path, layers)
+            beside.parent.mkdir(exist_ok=True)
+            part = beside.with_suffix(".part")
+            save_file({"features": rows.to(torch.bfloat16)}, part)
+            part.replace(beside)
+            advance()
+
+
+@torch.inference_mode()
+def _features(target: Target, texts: Sequence[Tensor], layers: Sequence[int]) -> list[Tensor]:
+    """Each text's features `[n, F]`. Texts that begin alike go together: that is read once."""
+    order = sorted(range(len(texts)), key=lambda place: texts[place].tolist())
+    found: dict[int, Tensor] = {}
+    for first in range(0, len(order), TEXTS_AT_ONCE):
+        group = order[first : first + TEXTS_AT_ONCE]
+        prompts = [texts[place].tolist() for place in group]
+        shared = min(common_prefix(prompts), min(map(len, prompts)) - 1)
+        longest = max(map(len, prompts))
+        caches = target.empty_caches(len(group), longest)
+        begun = texts[group[0]].new_zeros(0)
+        if shared:
+            one = target.empty_caches(1, shared)
+            begun = _forward(target, texts[group[0]][None, :shared], 0, one, layers)[0]
+            for ours, theirs in zip(_tensors(caches), _tensors(one), strict=True):
+                ours[:, :, :shared] = theirs
+        rest = torch.full((len(group), longest - shared), -1)
+        for row, place in enumerate(group):
+            rest[row, : len(texts[place]) - shared] = texts[place][shared:]
+        rows = _forward(target, rest, shared, caches, layers)
+        for row, place in enumerate(group):
+            own = rows[row, : len(texts[place]) - shared]
+            found[place] = torch.cat([begun, own]) if shared else own.clone()
+    return [found[place] for place in range(len(texts))]
+
+
+def _forward(
+    target: Target, tokens: Tensor, start: int, caches: Caches, layers: Sequence[int]
+) -> Tensor:
+    """`tokens` `[B, T]` from position `start` on -> their features `[B, T, F]`."""
+    batch, count = tokens.shape
+    positions = (start + torch.arange(count)).expand(batch, -1)
+    slots = torch.arange(caches.keys[0].shape[2])
+    mask = slots <= positions[..., None]  # [B, T, S]
+    window = target.config.window
+    sliding = mask & (positions[..., None] - slots < window) if window else None
+    index = torch.full((batch,), start)
+    rows = Rows(positions, index, target.no_pending(batch), mask, sliding)
+    taps = {layer for layer in layers if layer != NORMED}
+    forward = target(tokens, caches, rows, scatter_in_place, taps)
+    parts = [forward.hidden if n == NORMED else forward.taps[n] for n in layers]
+    return torch.cat(parts, dim=-1)
+
+
+def _tensors(caches: Caches) -> list[Tensor]:
+    return [*caches.keys, *caches.values]
