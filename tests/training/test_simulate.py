@@ -1,0 +1,104 @@
+"""Played steps are those that the real step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from forerun.compiler.eager import EagerStep  # noqa: E402
+from forerun.models.combined import Combined  # noqa: E402
+from forerun.models.draft_model import DraftModel  # noqa: E402
+from forerun.models.drafter import NORMED, Drafter  # noqa: E402
+from forerun.models.growing import as_growing  # noqa: E402
+from forerun.models.ngram import NGram  # noqa: E402
+from forerun.models.step import Step  # noqa: E402
+from forerun.models.target import Target  # noqa: E402
+from forerun.training.eagle import EagleTraining, start  # noqa: E402
+from forerun.training.simulate import NOTHING, Played, play  # noqa: E402
+from forerun.training.texts import Text, _features  # noqa: E402
+from forerun.training.unrolled import Columns  # noqa: E402
+
+SLOTS, NODES, ANSWER = 128, 5, 30
+PROMPTS = [[40 + (i + j) % 10 for j in range(4 + i)] for i in range(4)] + [[3, 200, 7], [9] * 6]
+
+
+def draft_model(checkpoint: Any) -> Drafter:
+    """The target with blurred weights: right now and then."""
+    draw = torch.Generator().manual_seed(0)
+    weights = {
+        name: weight + torch.randn(weight.shape, generator=draw) * 0.03
+        for name, weight in checkpoint.weights.items()
+    }
+    return DraftModel(checkpoint.config, weights, SLOTS, NODES - 1)
+
+
+def from_the_target(kind: str) -> Callable[[Any], Drafter]:
+    """A layer that mostly passes on the embedding, from which the tiny target's loop follows."""
+
+    def make(checkpoint: Any) -> Drafter:
+        training = EagleTraining(kind=kind, draft_vocabulary=260)
+        drafter, _ = start(checkpoint, training, torch.arange(260), SLOTS)
+        drafter.trim([NODES])
+        passed = torch.cat([torch.eye(32), torch.zeros(32, 32)])
+        with torch.no_grad():
+            assert drafter.fc is not None
+            drafter.fc.get_parameter("weight").copy_(
+                passed if kind == "eagle" else passed.roll(32, 0)
+            )
+            for module in (drafter.attention.output, drafter.mlp.down):
+                module.get_parameter("weight").mul_(0.2)
+        return drafter.eval()
+
+    return make
+
+
+KINDS: dict[str, Callable[[Any], Drafter]] = {
+    "ngram": lambda _: NGram(NODES - 1, 4, 1),
+    "draft": draft_model,
+    "eagle": from_the_target("eagle"),
+    "mtp": from_the_target("mtp"),
+    "mtp+ngram": lambda checkpoint: Combined(
+        as_growing(from_the_target("mtp")(checkpoint)), NODES - 1
+    ),
+}
+
+
+def decode(step: Step, prompt: list[int], new: int) -> tuple[list[int], list[int]]:
+    """Tokens and how many each step committed, by the eager step."""
+    eager = EagerStep(step, SLOTS, limit=len(prompt) + new)
+    inputs = eager.prefill_inputs(prompt, [len(prompt) - 1], NODES)
+    outputs, *_ = eager.run(inputs)
+    tokens, counts = [int(outputs.emitted[0, 0])], []
+    while len(tokens) < new:
+        inputs = eager.step_inputs(inputs, outputs)
+        outputs, *_ = eager.run(inputs)
+        counts.append(int(outputs.count[0]))
+        tokens += outputs.emitted[0, : counts[-1]].tolist()
+    return tokens, counts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tau_is_what_the_step_commits(tiny_checkpoint: Any, kind: str) -> None:
+    drafter = KINDS[kind](tiny_checkpoint)
+    config, weights = tiny_checkpoint.config, tiny_checkpoint.weights
+    target = Target(config, weights, SLOTS).eval()
+    texts, expected = [], NOTHING
+    for number, prompt in enumerate(PROMPTS):
+        new = ANSWER - 3 * number
+        tokens, counts = decode(Step(target, drafter).eval(), prompt, new)
+        expected += Played(len(counts), sum(counts), ())
+        whole = torch.tensor(prompt + tokens)
+        reader = Target(config, weights, SLOTS, "torch").eval()
+        both = _features(reader, [whole], [*drafter.feature_layers, NORMED])[0]
+        states, features = both[len(prompt) - 1 : -1, -32:], both[:, :-32]
+        texts.append(Text(whole, len(prompt), features, states, "", True, True))
+    everything = torch.arange(config.vocab_size)
+    ends = Columns(weights["model.embed_tokens.weight"], weights["lm_head.weight"], everything)
+    found = play(drafter, ends, texts, NODES)
+    assert (found.steps, found.committed) == (expected.steps, expected.committed)
+    assert found.tau > 1.05  # something was accepted, so that the states were put to the test
+    assert found.reached[0] >= found.reached[-1]
