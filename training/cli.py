@@ -8,6 +8,8 @@ from typing import Any
 import click
 
 PATH = click.Path(path_type=Path)
+KINDS = ["medusa", "eagle", "eagle3", "mtp"]
+"""Those of `forerun.training.kinds`, which imports torch; help must not."""
 
 
 @click.command("synthesize")
@@ -60,17 +62,34 @@ def synthesize_command(
 
 
 @click.command("train")
-@click.argument("kind", type=click.Choice(["medusa"]))
+@click.argument("kind", type=click.Choice(KINDS))
 @click.argument("target")
 @click.option("--data", type=PATH, required=True, multiple=True, help="Data folder; repeatable.")
 @click.option("-o", "--output", type=PATH, required=True, help="Folder of the drafter.")
-@click.option("--heads", type=click.IntRange(1, 16), default=4, show_default=True)
-@click.option("--layers", type=click.IntRange(1, 8), default=3, show_default=True)
-@click.option("--epochs", type=click.IntRange(1), default=4, show_default=True)
-@click.option("--batch", type=click.IntRange(1), default=1024, show_default=True)
-@click.option("--rate", type=click.FloatRange(0, min_open=True), default=1e-3, show_default=True)
-@click.option("--draft-vocabulary", type=click.IntRange(16), default=8192, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--heads", type=click.IntRange(1, 16), help="medusa. Default: 4.")
+@click.option("--layers", type=click.IntRange(1, 8), help="medusa: blocks a head. Default: 3.")
+@click.option(
+    "--unroll", type=click.IntRange(1, 16), help="eagle, eagle3, mtp: steps drafted. Default: 5."
+)
+@click.option(
+    "--decay",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="eagle, eagle3, mtp: weight of each such step against the one before. Default: 0.8.",
+)
+@click.option(
+    "--intermediate",
+    type=click.IntRange(1),
+    help="eagle, eagle3, mtp: width of the MLP. Default: the target's.",
+)
+@click.option("--epochs", type=click.IntRange(1), help="Default: 4.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    help="Answer positions (medusa, default 1024) or padded tokens (default 4096) a step.",
+)
+@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Default: 0.001.")
+@click.option("--draft-vocabulary", type=click.IntRange(16), help="Default: 8192.")
+@click.option("--seed", type=click.IntRange(0), help="Default: 0.")
 def train_command(
     kind: str, target: str, data: tuple[Path, ...], output: Path, **given: Any
 ) -> None:
@@ -79,11 +98,7 @@ def train_command(
     A killed run goes on from its last checkpoint.
     """
     from forerun.models.checkpoint import load_checkpoint
-    from forerun.training.data import read_data
-    from forerun.training.medusa import MedusaTraining, train_medusa
+    from forerun.training.kinds import TRAIN
 
-    checkpoint = load_checkpoint(target)
-    answers = read_data(data, checkpoint.config.vocab_size)
-    click.echo(f"{len(answers.train.tokens)} tokens to train on")
-    train_medusa(checkpoint, answers, output, MedusaTraining(**given), click.echo)
+    TRAIN[kind](load_checkpoint(target), data, output, given, click.echo)
     click.echo(f"{output}: done")

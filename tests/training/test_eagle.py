@@ -200,3 +200,10 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
     for name in ("config.json", "model.safetensors"):
         whole, killed = ((tmp_path / run / name).read_bytes() for run in ("whole", "killed"))
         assert whole == killed
+
+
+def test_the_command_line_offers_every_kind() -> None:
+    from forerun.training.cli import KINDS as offered
+    from forerun.training.kinds import TRAIN
+
+    assert offered == list(TRAIN)

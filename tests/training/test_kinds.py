@@ -1,0 +1,110 @@
+"""From prompts to a measured drafter, as the two commands do it, and the texts in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from forerun.compiler.eager import EagerStep  # noqa: E402
+from forerun.errors import ForerunError  # noqa: E402
+from forerun.models.drafter import NORMED, Drafter  # noqa: E402
+from forerun.models.drafters import find_drafter  # noqa: E402
+from forerun.models.step import Step  # noqa: E402
+from forerun.models.target import Target  # noqa: E402
+from forerun.runtime.prompts import Prompt  # noqa: E402
+from forerun.training import texts as module  # noqa: E402
+from forerun.training.kinds import TRAIN  # noqa: E402
+from forerun.training.synthesize import SynthesizeConfig, synthesize  # noqa: E402
+from forerun.training.texts import read_texts  # noqa: E402
+
+CONFIG = SynthesizeConfig(12, shard=16, dtype="float32")
+OPTIONS = {"epochs": 1, "unroll": 2, "draft_vocabulary": 64, "batch": 400, "heads": None}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint: Any) -> Any:
+    """The tiny target, its layers once more, so that EAGLE-3 finds three to read."""
+    config, weights = tiny_checkpoint.config, dict(tiny_checkpoint.weights)
+    for name, weight in tiny_checkpoint.weights.items():
+        for layer in (2, 3, 4, 5):
+            if name.startswith(f"model.layers.{layer % 2}."):
+                rest = name.split(".", 3)[3]
+                weights[f"model.layers.{layer}.{rest}"] = weight * 0.5
+    return replace(tiny_checkpoint, config=replace(config, num_layers=6), weights=weights)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, checkpoint: Any) -> Path:
+    """48 answers, some of them to prompts that begin alike."""
+    folder = tmp_path_factory.mktemp("data") / "answers"
+    asked = [
+        Prompt(None, f"{'as before, ' * (i % 2)}{i} IJKLM", f"chat/{i % 3}") for i in range(48)
+    ]
+    synthesize(checkpoint, asked, folder, CONFIG, batch=8)
+    return folder
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TRAIN if kind != "medusa"])
+def test_two_commands_make_a_drafter(
+    checkpoint: Any, data: Path, tmp_path: Path, kind: str
+) -> None:
+    lines: list[str] = []
+    TRAIN[kind](checkpoint, [data], tmp_path / kind, OPTIONS, lines.append)
+    assert find_drafter(str(tmp_path / kind)).kind == kind
+    assert any(line.startswith("held-out chat, 8 nodes: tau ") for line in lines)
+    assert sum("epoch" in line for line in lines) == 1
+
+
+def test_features_are_those_of_a_step_and_kept(
+    checkpoint: Any, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where prompts begin alike, so that this part is read once for several."""
+    layers = (2, 3, NORMED)
+    texts = read_texts(checkpoint, [data], layers, "float32")
+    target = Target(checkpoint.config, checkpoint.weights, 128).eval()
+
+    class Reader(Drafter):
+        feature_layers = layers
+
+    for text in texts[:20:3]:
+        seen: list[Any] = []
+        step = Step(target, Reader(), 2).eval()
+        committed = step._committed
+        monkeypatch.setattr(step, "_committed", lambda *a: seen.append(committed(*a)) or seen[-1])  # noqa: B023
+        eager = EagerStep(step, 128)
+        eager.run(eager.prefill_inputs(text.tokens.tolist(), [len(text.tokens) - 1]))
+        expected = seen[0].features[0, : len(text.tokens)]
+        torch.testing.assert_close(text.features.float(), expected, atol=0.05, rtol=0.02)
+        states = expected[text.prompt - 1 : -1, -checkpoint.config.hidden_size :]
+        torch.testing.assert_close(text.states.float(), states, atol=0.05, rtol=0.02)
+
+    def computed(*_: Any) -> None:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(module, "_compute", computed)
+    again = read_texts(checkpoint, [data], layers)
+    assert all(torch.equal(a.features, b.features) for a, b in zip(texts, again, strict=True))
+
+
+def test_a_damaged_shard_or_foreign_features_are_one_line(
+    checkpoint: Any, data: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for path in data.glob("*.safetensors"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    read_texts(checkpoint, [folder], (NORMED,))
+    kept = folder / "features-normed"
+    first, second = sorted(kept.iterdir())[:2]
+    first.write_bytes(second.read_bytes()[:100])
+    with pytest.raises(ForerunError, match=r"00000.safetensors: damaged shard") as caught:
+        read_texts(checkpoint, [folder], (NORMED,))
+    assert "\n" not in str(caught.value)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ForerunError, match="no data in it"):
+        read_texts(checkpoint, [tmp_path / "empty"], (NORMED,))

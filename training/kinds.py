@@ -1,0 +1,94 @@
+"""The kinds of drafters that can be trained: each reads the data, fits, writes and measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from forerun.errors import ForerunError
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.drafters import find_drafter, load_drafter, vocabulary_matrix
+from forerun.training.data import read_data
+from forerun.training.eagle import EagleTraining, feature_layers, train_eagle
+from forerun.training.fit import Settings
+from forerun.training.medusa import MedusaTraining, train_medusa
+from forerun.training.simulate import Played, play
+from forerun.training.texts import Text, read_texts
+from forerun.training.unrolled import Columns
+
+Say = Callable[[str], None]
+Options = Mapping[str, Any]
+Train = Callable[[Checkpoint, Sequence[Path], Path, Options, Say], None]
+"""(target, data folders, output folder, options by name, where to report)"""
+MEASURED = (4, 6, 8)
+"""Sizes of the draft trees that are played on held-out answers."""
+T = TypeVar("T")
+
+
+def _medusa(
+    checkpoint: Checkpoint, data: Sequence[Path], output: Path, options: Options, say: Say
+) -> None:
+    answers = read_data(data, checkpoint.config.vocab_size)
+    say(f"{len(answers.train.tokens)} tokens to train on")
+    train_medusa(checkpoint, answers, output, _taken(MedusaTraining, options), say)
+
+
+def _eagle(
+    kind: str,
+    checkpoint: Checkpoint,
+    data: Sequence[Path],
+    output: Path,
+    options: Options,
+    say: Say,
+) -> None:
+    layers = feature_layers(kind, checkpoint.config.num_layers)
+    texts = read_texts(checkpoint, data, layers)
+    used = [text for text in texts if not text.held_out]
+    if not used:
+        raise ForerunError("all prompts are held out: synthesize answers to more of them")
+    say(f"{sum(len(text.states) for text in used)} answer tokens to train on")
+    tokens = torch.cat([text.tokens for text in used])
+    frequencies = torch.bincount(tokens, minlength=checkpoint.config.vocab_size)
+    training = _taken(EagleTraining, dict(options) | {"kind": kind})
+    train_eagle(checkpoint, used, frequencies, output, training, _taken(Settings, options), say)
+    measure(checkpoint, output, [text for text in texts if text.held_out and text.greedy], say)
+
+
+TRAIN: dict[str, Train] = {
+    "medusa": _medusa,
+    **{kind: partial(_eagle, kind) for kind in ("eagle", "eagle3", "mtp")},
+}
+
+
+def measure(checkpoint: Checkpoint, folder: Path, texts: Sequence[Text], say: Say) -> None:
+    """Reports what the drafter in `folder` is worth on held-out answers, by kind of prompt."""
+    if not texts:
+        say("no greedy answer is held out: nothing to measure on")
+        return
+    longest = max(len(text.tokens) for text in texts)
+    everything = torch.arange(checkpoint.config.vocab_size)
+    ends = Columns(
+        checkpoint.weights["model.embed_tokens.weight"], vocabulary_matrix(checkpoint), everything
+    )
+    for nodes in MEASURED:
+        drafter = load_drafter(find_drafter(str(folder)), checkpoint, longest + 64)
+        drafter.trim([nodes])
+        for kind in sorted({text.kind for text in texts}):
+            played = play(drafter, ends, [text for text in texts if text.kind == kind], nodes)
+            say(_line(kind, nodes, played))
+
+
+def _line(kind: str, nodes: int, played: Played) -> str:
+    depths = " ".join(f"{share:.2f}" for share in played.acceptance_by_depth)
+    return f"held-out {kind}, {nodes} nodes: tau {played.tau:.3f}, accepted to depth {depths}"
+
+
+def _taken(made: type[T], options: Options) -> T:
+    """`made` with those of `options` that it has and that were given."""
+    names = {field.name for field in fields(made)}  # type: ignore[arg-type]
+    return made(**{k: v for k, v in options.items() if k in names and v is not None})
