@@ -89,7 +89,12 @@ def train_eagle(
         say(f"epoch {epoch}: loss {shown[0]}; all right up to step 1, 2, ...: {shown[1]}")
 
     facts = f"{asdict(training)} {checkpoint.digest} {len(used)} {sum(len(t.tokens) for t in used)}"
-    fit(Task(drafter, pack(used, training.batch), loss, facts), folder, settings, report)
+    groups = pack(used, training.batch)
+
+    def epoch(draw: torch.Generator) -> list[list[Text]]:
+        return [groups[i] for i in torch.randperm(len(groups), generator=draw).tolist()]
+
+    fit(Task(drafter, len(groups), epoch, loss, facts), folder, settings, report)
     write(folder, checkpoint, drafter, ids, training, settings)
     finished(folder)
 

@@ -30,7 +30,7 @@ class Settings:
     weight_decay: float = 0.01
     clip: float = 1.0
     """Largest norm of a step's gradient."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.999)
     seed: int = 0
     save_every: int = 100
     """Steps between two checkpoints."""
@@ -43,8 +43,10 @@ class Task(Generic[B]):
     """What is trained: a module, its batches, and the loss of one."""
 
     module: nn.Module
-    batches: Sequence[B]
-    """One epoch's, in whatever order: each epoch shuffles them."""
+    steps: int
+    """Batches an epoch."""
+    epoch: Callable[[torch.Generator], Sequence[B]]
+    """An epoch's batches, drawn anew."""
     loss: Callable[[B], tuple[Tensor, Tensor]]
     """-> the loss to step along, and figures to report, which are averaged over an epoch."""
     facts: str
@@ -70,25 +72,24 @@ def fit(
     folder.mkdir(parents=True, exist_ok=True)
     state = _State(folder / CHECKPOINT, json.dumps([task.facts, asdict(settings)]))
     first, figures = state.load(task.module, optimiser)
-    an_epoch = len(task.batches)
-    total = an_epoch * settings.epochs
-    order: list[int] = []
+    total = task.steps * settings.epochs
+    batches: Sequence[Any] = ()
     with progress("training", total) as advance:
         advance(first)
         for step in range(first, total):
-            epoch, place = divmod(step, an_epoch)
-            if place == 0 or not order:
+            epoch, place = divmod(step, task.steps)
+            if place == 0 or not batches:
                 draw = torch.Generator().manual_seed(settings.seed * 1000 + epoch)
-                order = torch.randperm(an_epoch, generator=draw).tolist()
+                batches = task.epoch(draw)
             if place == 0:
                 figures = None
             for group in optimiser.param_groups:
                 group["lr"] = settings.rate * schedule(step / total, settings.warmup)
-            found = _step(task, task.batches[order[place]], optimiser, settings)
+            found = _step(task, batches[place], optimiser, settings)
             figures = found if figures is None else figures + found
             advance(1)
-            if place + 1 == an_epoch:
-                report(epoch + 1, figures / an_epoch)
+            if place + 1 == task.steps:
+                report(epoch + 1, figures / task.steps)
             if (step + 1) % settings.save_every == 0:
                 state.save(task.module, optimiser, step + 1, figures)
 

@@ -35,7 +35,8 @@ def _medusa(
 ) -> None:
     answers = read_data(data, checkpoint.config.vocab_size)
     say(f"{len(answers.train.tokens)} tokens to train on")
-    train_medusa(checkpoint, answers, output, _taken(MedusaTraining, options), say)
+    training, settings = _taken(MedusaTraining, options), _taken(Settings, options)
+    train_medusa(checkpoint, answers, output, training, settings, say)
 
 
 def _eagle(
@@ -55,7 +56,8 @@ def _eagle(
     tokens = torch.cat([text.tokens for text in used])
     frequencies = torch.bincount(tokens, minlength=checkpoint.config.vocab_size)
     training = _taken(EagleTraining, dict(options) | {"kind": kind})
-    train_eagle(checkpoint, used, frequencies, output, training, _taken(Settings, options), say)
+    settings = _taken(Settings, dict(options) | {"betas": (0.9, 0.95)})  # as EAGLE is trained
+    train_eagle(checkpoint, used, frequencies, output, training, settings, say)
     measure(checkpoint, output, [text for text in texts if text.held_out and text.greedy], say)
 
 

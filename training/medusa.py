@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,38 +16,25 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafters import vocabulary_matrix
 from forerun.models.medusa import MedusaConfig
 from forerun.models.medusa_folder import save_medusa
-from forerun.progress import progress
 from forerun.training.data import Answers, Data
 from forerun.training.evaluate import in_vocabulary, measure
-
-CHECKPOINT = "training.pt"
+from forerun.training.fit import Settings, Task, finished, fit
 
 
 @dataclass(frozen=True)
 class MedusaTraining:
-    """Shape of the heads and how they are trained."""
+    """Shape of the heads, and what their loss runs over."""
 
     heads: int = 4
     layers: int = 3
-    epochs: int = 4
     batch: int = 1024
     """Answer positions a step."""
-    rate: float = 1e-3
-    """AdamW's highest learning rate; it falls to zero along a cosine."""
-    warmup: float = 0.03
-    weight_decay: float = 0.01
-    clip: float = 1.0
     draft_vocabulary: int = 8192
     """How many of the commonest tokens the heads can propose, and the loss runs over.
 
     Measured: twice as many cost twice the time and propose worse, for rare tokens stay untrained.
     """
     top_k: int = 10
-    seed: int = 0
-    save_every: int = 100
-    """Steps between two checkpoints."""
-    dtype: str = "bfloat16"
-    """What the matmuls are computed in; parameters stay in float32."""
 
 
 class Residual(nn.Module):
@@ -84,6 +70,7 @@ def train_medusa(
     data: Data,
     folder: Path,
     training: MedusaTraining,
+    settings: Settings,
     report: Callable[[str], None] = lambda line: None,
 ) -> MedusaConfig:
     """Trains heads on `data.train`, measures them on `data.held_out`, writes `folder`.
@@ -96,7 +83,7 @@ def train_medusa(
     ids = commonest(data.frequencies, training.draft_vocabulary)
     hidden = checkpoint.config.hidden_size
     heads = Heads(training.heads, training.layers, hidden)
-    fit(heads, data.train, vocabulary, ids, folder, training, report)
+    _fit(heads, data.train, vocabulary, ids, folder, training, settings, report)
     # What is measured is what is shipped: rounded to float16.
     heads.load_state_dict({k: v.half().float() for k, v in heads.state_dict().items()})
     result = measure(heads, data.held_out, vocabulary, ids, training.top_k)
@@ -108,14 +95,14 @@ def train_medusa(
     facts = {
         "target": checkpoint.name,
         "target_digest": checkpoint.digest,
-        "training": asdict(training),
+        "training": asdict(training) | asdict(settings),
         "train_tokens": len(data.train.tokens),
         "held_out": result.facts,
     }
     tensors = {name: tensor.to(torch.float16) for name, tensor in heads.state_dict().items()}
     tensors["ids"] = ids.to(torch.int32)
     save_medusa(folder, config, tensors, facts)
-    (folder / CHECKPOINT).unlink(missing_ok=True)
+    finished(folder)
     return config
 
 
@@ -124,128 +111,64 @@ def commonest(frequencies: Tensor, count: int) -> Tensor:
     return frequencies.argsort(descending=True, stable=True)[:count]
 
 
-def fit(
+def _fit(
     heads: Heads,
     answers: Answers,
     vocabulary: Tensor,
     ids: Tensor,
     folder: Path,
     training: MedusaTraining,
-    report: Callable[[str], None] = lambda line: None,
+    settings: Settings,
+    report: Callable[[str], None],
 ) -> None:
-    """Cross-entropy of every head against the token that followed, AdamW, cosine schedule.
+    """Cross-entropy of every head against the token that followed.
 
     The heads share no parameter and AdamW ignores a loss's scale, so the heads' losses are summed
     without the weights that Medusa gives them.
     """
-    dtype = getattr(torch, training.dtype)
-    output = vocabulary[ids].to(dtype)  # [V', H]
+    output = vocabulary[ids].to(getattr(torch, settings.dtype))  # [V', H]
     labels = in_vocabulary(answers.following(training.heads), ids, len(vocabulary))
     usable = (labels >= 0).any(1).nonzero()[:, 0]
-    steps_an_epoch = max(len(usable) // training.batch, 1)
-    total = steps_an_epoch * training.epochs
-    optimiser = torch.optim.AdamW(
-        heads.parameters(), lr=training.rate, weight_decay=training.weight_decay
-    )
-    state = folder / CHECKPOINT
-    folder.mkdir(parents=True, exist_ok=True)
-    first = _resume(state, heads, optimiser, training, len(usable))
-    losses = torch.zeros(training.heads)
-    order, shuffled = torch.empty(0, dtype=torch.int64), -1
-    with progress("training", total) as advance:
-        advance(first)
-        for step in range(first, total):
-            epoch, place = divmod(step, steps_an_epoch)
-            if epoch != shuffled:
-                draw = torch.Generator().manual_seed(training.seed * 1000 + epoch)
-                order, shuffled = usable[torch.randperm(len(usable), generator=draw)], epoch
-            rows = order[place * training.batch : (place + 1) * training.batch]
-            for group in optimiser.param_groups:
-                group["lr"] = training.rate * schedule(step / total, training.warmup)
-            losses += _step(heads, optimiser, answers.states[rows], labels[rows], output, training)
-            advance()
-            if (step + 1) % training.save_every == 0:
-                _save(state, heads, optimiser, training, len(usable), step + 1)
-            if place + 1 == steps_an_epoch:
-                mean = " ".join(f"{loss / steps_an_epoch:.3f}" for loss in losses.tolist())
-                report(f"epoch {epoch + 1}: loss by head {mean}")
-                losses.zero_()
+
+    def epoch(draw: torch.Generator) -> list[Tensor]:
+        order = usable[torch.randperm(len(usable), generator=draw)]
+        return [*order.split(training.batch)][: max(len(usable) // training.batch, 1)]
+
+    def loss(rows: Tensor) -> tuple[Tensor, Tensor]:
+        states, found = answers.states[rows].to(torch.float32), []
+        for head, x in enumerate(heads(states)):  # one by one, to save memory
+            label = labels[rows, head]
+            known = label >= 0
+            found.append(VocabularyLoss.apply(x[known], output, label[known]))
+        figures = torch.stack(found)
+        return figures.sum(), figures
+
+    def told(number: int, figures: Tensor) -> None:
+        report(f"epoch {number}: loss by head {' '.join(f'{x:.3f}' for x in figures.tolist())}")
+
+    steps = max(len(usable) // training.batch, 1)
+    facts = json.dumps([asdict(training), len(usable)])
+    fit(Task(heads, steps, epoch, loss, facts), folder, settings, told)
 
 
-def schedule(done: float, warmup: float) -> float:
-    """The share of the highest learning rate after the share `done` of the steps."""
-    if done < warmup:
-        return (done + 1e-3) / (warmup + 1e-3)
-    return 0.5 * (1 + math.cos(math.pi * (done - warmup) / (1 - warmup)))
+class VocabularyLoss(torch.autograd.Function):
+    """Mean cross-entropy of `x` `[n, H]` through the fixed matrix `output` `[V', H]`.
 
-
-def _step(
-    heads: Heads,
-    optimiser: torch.optim.Optimizer,
-    states: Tensor,
-    labels: Tensor,
-    output: Tensor,
-    training: MedusaTraining,
-) -> Tensor:
-    """One update; returns the loss of each head. Heads go one by one, to save memory.
-
-    Cross-entropy's gradient, probabilities less the truth, is written out: autograd would keep
-    several float32 copies of `[n, V']` logits, which took twice the time.
+    Its gradient, probabilities less the truth, is written out: autograd would keep several float32
+    copies of `[n, V']` logits, which took twice the time.
     """
-    optimiser.zero_grad(set_to_none=True)
-    losses = []
-    with torch.autocast("cpu", output.dtype, enabled=output.dtype != torch.float32):
-        for head, x in enumerate(heads(states.to(torch.float32))):
-            known = (labels[:, head] >= 0).nonzero()[:, 0]
-            truth = labels[known, head][:, None]  # [n, 1]
-            with torch.no_grad():
-                error = (x[known].to(output.dtype) @ output.T).softmax(-1)  # [n, V']
-                right = error.gather(1, truth)
-                error.scatter_(1, truth, right - 1)
-                slope = torch.zeros_like(x)
-                slope[known] = (error @ output).to(x.dtype) / len(known)
-            x.backward(slope)
-            losses.append(-right.to(torch.float32).clamp(min=1e-9).log().mean())
-    nn.utils.clip_grad_norm_(heads.parameters(), training.clip)
-    optimiser.step()
-    return torch.stack(losses)
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, output: Tensor, truth: Tensor) -> Tensor:
+        """`truth` `[n]` are columns."""
+        error = (x.to(output.dtype) @ output.T).softmax(-1)  # [n, V']
+        right = error.gather(1, truth[:, None])
+        error.scatter_(1, truth[:, None], right - 1)
+        ctx.save_for_backward((error @ output).to(x.dtype) / max(len(truth), 1))
+        return -right.to(torch.float32).clamp(min=1e-9).log().mean()
 
-def _save(
-    path: Path,
-    heads: Heads,
-    optimiser: torch.optim.Optimizer,
-    training: MedusaTraining,
-    rows: int,
-    step: int,
-) -> None:
-    part = path.with_suffix(".part")
-    facts = json.dumps([asdict(training), rows])
-    torch.save(
-        {
-            "facts": facts,
-            "step": step,
-            "heads": heads.state_dict(),
-            "optimiser": optimiser.state_dict(),
-        },
-        part,
-    )
-    part.replace(path)
-
-
-def _resume(
-    path: Path,
-    heads: Heads,
-    optimiser: torch.optim.Optimizer,
-    training: MedusaTraining,
-    rows: int,
-) -> int:
-    """Loads the checkpoint at `path`, if it belongs to this very run; returns its step."""
-    if not path.exists():
-        return 0
-    saved: dict[str, Any] = torch.load(path, weights_only=True)
-    if saved["facts"] != json.dumps([asdict(training), rows]):
-        return 0  # other settings or more data: begin anew
-    heads.load_state_dict(saved["heads"])
-    optimiser.load_state_dict(saved["optimiser"])
-    return int(saved["step"])
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of `x` alone."""
+        (slope,) = ctx.saved_tensors
+        return slope * slopes[0], None, None

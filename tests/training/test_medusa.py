@@ -13,19 +13,20 @@ torch = pytest.importorskip("torch")
 from forerun.errors import ForerunError  # noqa: E402
 from forerun.models.medusa_folder import load_medusa  # noqa: E402
 from forerun.runtime.tree import Tree, best_tree  # noqa: E402
-from forerun.training import medusa as module  # noqa: E402
+from forerun.training import fit as module  # noqa: E402
 from forerun.training.data import Answers, Data  # noqa: E402
 from forerun.training.evaluate import accuracy, greedy_chain, in_vocabulary, tau  # noqa: E402
+from forerun.training.fit import CHECKPOINT, Settings, schedule  # noqa: E402
 from forerun.training.medusa import (  # noqa: E402
-    CHECKPOINT,
     MedusaTraining,
+    VocabularyLoss,
     commonest,
-    schedule,
     train_medusa,
     vocabulary_matrix,
 )
 
-TRAINING = MedusaTraining(*(3, 2, 30, 64, 5e-3), draft_vocabulary=40, save_every=7, dtype="float32")
+TRAINING = MedusaTraining(heads=3, layers=2, batch=64, draft_vocabulary=40)
+SETTINGS = Settings(epochs=30, rate=5e-3, save_every=7, dtype="float32")
 
 
 def counting(checkpoint: Any, answers: int, seed: int, noise: float = 0.3) -> Answers:
@@ -49,7 +50,7 @@ def counting_data(checkpoint: Any) -> Data:
 def test_heads_learn(tiny_checkpoint: Any, tiny_target: Any, tmp_path: Path) -> None:
     lines: list[str] = []
     config = train_medusa(
-        tiny_checkpoint, counting_data(tiny_checkpoint), tmp_path, TRAINING, lines.append
+        tiny_checkpoint, counting_data(tiny_checkpoint), tmp_path, TRAINING, SETTINGS, lines.append
     )
     assert all(row[0] > 0.9 for row in config.accuracy), config.accuracy
     assert any("tau chain" in line for line in lines)
@@ -67,7 +68,7 @@ def test_heads_learn(tiny_checkpoint: Any, tiny_target: Any, tmp_path: Path) -> 
 def test_resume_equals_an_uninterrupted_run(
     tiny_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, training = counting_data(tiny_checkpoint), replace(TRAINING, epochs=2)
+    data, settings = counting_data(tiny_checkpoint), replace(SETTINGS, epochs=2)
     step, calls, deadly = module._step, [], 1000
 
     def counted(*arguments: Any) -> Any:
@@ -77,31 +78,30 @@ def test_resume_equals_an_uninterrupted_run(
         return step(*arguments)
 
     monkeypatch.setattr(module, "_step", counted)
-    train_medusa(tiny_checkpoint, data, tmp_path / "whole", training)
+    train_medusa(tiny_checkpoint, data, tmp_path / "whole", TRAINING, settings)
     steps, deadly = len(calls), len(calls) + 24
     with pytest.raises(KeyboardInterrupt):
-        train_medusa(tiny_checkpoint, data, tmp_path / "killed", training)
-    train_medusa(tiny_checkpoint, data, tmp_path / "killed", training)
+        train_medusa(tiny_checkpoint, data, tmp_path / "killed", TRAINING, settings)
+    train_medusa(tiny_checkpoint, data, tmp_path / "killed", TRAINING, settings)
     assert len(calls) == steps + 24 + steps - 21  # step 21 was the last one saved
     for name in ("config.json", "medusa.safetensors"):
         whole, killed = ((tmp_path / run / name).read_bytes() for run in ("whole", "killed"))
         assert whole == killed
 
 
-def test_a_checkpoint_of_another_run_is_ignored(tiny_checkpoint: Any, tmp_path: Path) -> None:
-    heads = module.Heads(3, 2, 32)
-    optimiser = torch.optim.AdamW(heads.parameters())
-    module._save(tmp_path / CHECKPOINT, heads, optimiser, TRAINING, 10, 7)
-    assert module._resume(tmp_path / CHECKPOINT, heads, optimiser, TRAINING, 10) == 7
-    assert module._resume(tmp_path / CHECKPOINT, heads, optimiser, TRAINING, 11) == 0
-    other = replace(TRAINING, seed=1)
-    assert module._resume(tmp_path / CHECKPOINT, heads, optimiser, other, 10) == 0
+def test_a_checkpoint_of_another_run_is_ignored(tmp_path: Path) -> None:
+    weight = torch.nn.Linear(2, 2)
+    optimiser = torch.optim.AdamW(weight.parameters())
+    path = tmp_path / CHECKPOINT
+    module._State(path, "this run").save(weight, optimiser, 7, None)
+    assert module._State(path, "this run").load(weight, optimiser) == (7, None)
+    assert module._State(path, "another").load(weight, optimiser) == (0, None)
 
 
 def test_another_targets_data_are_refused(tiny_checkpoint: Any, tmp_path: Path) -> None:
     data = replace(counting_data(tiny_checkpoint), target_digest="e" * 64)
     with pytest.raises(ForerunError, match="not tiny's answers"):
-        train_medusa(tiny_checkpoint, data, tmp_path, TRAINING)
+        train_medusa(tiny_checkpoint, data, tmp_path, TRAINING, SETTINGS)
 
 
 def test_following_ends_with_the_answer() -> None:
@@ -151,20 +151,11 @@ def test_schedule_rises_and_falls() -> None:
 def test_gradient_is_cross_entropys() -> None:
     draw = torch.Generator().manual_seed(4)
     states, output = torch.randn(9, 8, generator=draw), torch.randn(12, 8, generator=draw)
-    labels = torch.randint(-1, 12, (9, 2), generator=draw)
-    heads = module.Heads(2, 2, 8)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=draw)
-    expected = torch.stack(
-        [
-            torch.nn.functional.cross_entropy(x @ output.T, labels[:, i], ignore_index=-1)
-            for i, x in enumerate(heads(states))
-        ]
-    )
-    wanted = torch.autograd.grad(expected.sum(), list(heads.parameters()))
-    still = torch.optim.SGD(heads.parameters(), lr=0.0)
-    free = replace(TRAINING, heads=2, clip=1e9)
-    losses = module._step(heads, still, states, labels, output, free)
-    torch.testing.assert_close(losses, expected.detach())
-    for parameter, gradient in zip(heads.parameters(), wanted, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    truth = torch.randint(0, 12, (9,), generator=draw)
+    states.requires_grad_(True)
+    found = VocabularyLoss.apply(states, output, truth)
+    (slope,) = torch.autograd.grad(3 * found, states)
+    expected = torch.nn.functional.cross_entropy(states @ output.T, truth)
+    (expected_slope,) = torch.autograd.grad(3 * expected, states)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(slope, expected_slope)
