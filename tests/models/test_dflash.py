@@ -381,5 +381,6 @@ def test_smollm2_says_the_same_with_a_random_drafter(run_step, tmp_path):
     drafter = load_drafter(find_drafter(str(tmp_path)), checkpoint, SLOTS)
     target = Target(checkpoint.config, checkpoint.weights, SLOTS).eval()
     prompt = checkpoint.tokenizer.encode("The capital of France is").ids
-    plain = run_step(Step(target, Drafter(), 5), prompt, 12, 1)
-    assert run_step(Step(target, drafter), prompt, 12, 6).tokens == plain.tokens
+    for sampling in ({}, {"temperature": 1.0, "top_p": 0.9, "seed": 4}):
+        plain = run_step(Step(target, Drafter(), 5), prompt, 12, 1, **sampling)
+        assert run_step(Step(target, drafter), prompt, 12, 6, **sampling).tokens == plain.tokens
