@@ -219,7 +219,8 @@ class Target(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states `[..., H]` in the checkpoint's basis -> logits `[..., V]`."""
         if self.stream is not None and self.gain is not None:
-            hidden = (hidden / self.gain) @ self.stream.T
+            # Not `@ stream.T`: inside torch.cond that counts as another input, and an alias.
+            hidden = nn.functional.linear(hidden / self.gain, self.stream)
         logits: Tensor = self.head(hidden)
         return logits
 
