@@ -132,14 +132,15 @@ def _fit(
 
     def epoch(draw: torch.Generator) -> list[Tensor]:
         order = usable[torch.randperm(len(usable), generator=draw)]
-        return [*order.split(training.batch)][: max(len(usable) // training.batch, 1)]
+        return [*torch.split(order, training.batch)][: max(len(usable) // training.batch, 1)]
 
     def loss(rows: Tensor) -> tuple[Tensor, Tensor]:
         states, found = answers.states[rows].to(torch.float32), []
         for head, x in enumerate(heads(states)):  # one by one, to save memory
             label = labels[rows, head]
             known = label >= 0
-            found.append(VocabularyLoss.apply(x[known], output, label[known]))
+            mean = VocabularyLoss.apply(x[known], output, label[known])  # type: ignore[no-untyped-call]
+            found.append(mean)
         figures = torch.stack(found)
         return figures.sum(), figures
 
