@@ -20,14 +20,7 @@ class EagerStep:
     def __init__(self, step: Step, slots: int, limit: int = 1 << 30) -> None:
         self.step = step
         self.caches = step.target.empty_caches(1, slots)
-        sizes = {"batch": 1, "slots": slots}
-        self.states = [
-            torch.zeros(
-                [sizes[axis] if isinstance(axis, str) else axis for axis in spec.shape],
-                dtype=spec.dtype,
-            )
-            for spec in step.drafter.states()
-        ]
+        self.states = [spec.zeros(1, slots) for spec in step.drafter.states()]
         self.slots, self.limit = slots, limit
 
     def prefill_inputs(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 
-from forerun.models.config import RopeConfig
+from forerun.models.config import RopeConfig, TargetConfig
 from forerun.models.drafter import StateSpec
 from forerun.models.linear import Linear
 from forerun.models.rope import rope_tables
@@ -27,6 +27,11 @@ class DraftLayerConfig:
     rms_norm_eps: float
     max_positions: int
     rope: RopeConfig
+
+    @classmethod
+    def of(cls, target: TargetConfig) -> DraftLayerConfig:
+        """The sizes of a language model's own layers."""
+        return cls(**{field.name: getattr(target, field.name) for field in fields(cls)})
 
 
 Beside = tuple[Tensor, Tensor]

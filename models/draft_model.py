@@ -59,16 +59,7 @@ class DraftModel(Drafter):
                 "version does not draft with: use a draft model without, or a --capacity of at "
                 f"most {config.window}"
             )
-        self.sizes = DraftLayerConfig(
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.rms_norm_eps,
-            config.max_positions,
-            config.rope,
-        )
+        self.sizes = DraftLayerConfig.of(config)
         self.config, self.gamma, self.candidates = config, gamma, gamma
         self.accept_by(acceptance)
         self.rotary = Rotary(self.sizes, capacity)

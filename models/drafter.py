@@ -43,6 +43,12 @@ class StateSpec:
     """Its next value comes with the candidates, not from `remember`: what they were drawn from.
     Such states come after all others."""
 
+    def zeros(self, batch: int, slots: int) -> Tensor:
+        """The state before anything was committed."""
+        sizes = {"batch": batch, "slots": slots}
+        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in self.shape]
+        return torch.zeros(shape, dtype=self.dtype)
+
 
 @dataclass(frozen=True)
 class Committed:

@@ -20,6 +20,7 @@ from forerun.models.draft_layer import (
     GatedMlp,
     Rotary,
     Seen,
+    cache_states,
     linear,
     under,
 )
@@ -117,10 +118,7 @@ class Eagle(GrowingDrafter):
     # --- the drafter ------------------------------------------------------------------------
 
     def states(self) -> list[StateSpec]:
-        config = self.config.layer
-        shape = ("batch", config.num_kv_heads, "slots", config.head_dim)
-        dtype = self.rotary.cos.dtype
-        return [StateSpec(f"draft_{part}", shape, dtype, cache=True) for part in ("keys", "values")]
+        return cache_states(self.config.layer, 1, self.rotary.cos.dtype)
 
     def remember(
         self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary

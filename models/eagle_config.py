@@ -46,8 +46,7 @@ def read_facts(values: Mapping[str, Any], where: str, kind: str, target: TargetC
     top = Fields(values, where)
     nested = top.table("transformer_layer_config")
     fields = Fields(nested, f"{where}: transformer_layer_config") if nested else top
-    if values.get("quantization_config"):
-        raise top.error("quantization_config", "none", values["quantization_config"])
+    refuse_quantised(top)
     layer = _layer(fields)
     if fields.integer("vocab_size", target.vocab_size) != target.vocab_size:
         raise foreign(fields, "vocab_size", target.vocab_size)
@@ -107,12 +106,10 @@ def read_gated_layer(fields: Fields) -> DraftLayerConfig:
     return read_layer(fields)
 
 
-def read_tree(
-    top: Fields, depth: int = EagleConfig.depth, top_k: int = EagleConfig.top_k
-) -> tuple[int, int]:
-    """The depth and top-k that the table `tree` says, or else these."""
+def read_tree(top: Fields, top_k: int = EagleConfig.top_k) -> tuple[int, int]:
+    """The depth and top-k that the table `tree` says, or else EAGLE's depth and this top-k."""
     fields = Fields(top.table("tree"), f"{top.where}: tree")
-    depth = fields.integer("depth", depth, high=64)
+    depth = fields.integer("depth", EagleConfig.depth, high=64)
     top_k = fields.integer("top_k", top_k, high=64)
     if proposed(depth, top_k) > MAX_PROPOSED:
         raise fields.error("top_k", f"less: {depth} levels propose over {MAX_PROPOSED}", top_k)
@@ -129,6 +126,12 @@ def _feature_layers(top: Fields, eagle: Fields, layers: int) -> tuple[int, ...]:
         fields = eagle if left and not entered else top
         raise fields.error(AUX_LAYERS, f"layers of a target that has {layers}", ids)
     return tuple(ids)
+
+
+def refuse_quantised(fields: Fields) -> None:
+    """Raises ForerunError where the weights are declared to be quantised."""
+    if fields.values.get("quantization_config"):
+        raise fields.error("quantization_config", "none", fields.values["quantization_config"])
 
 
 def foreign(fields: Fields, name: str, expected: int) -> ForerunError:

@@ -19,15 +19,13 @@ from forerun.models.draft_layer import projection_shapes
 from forerun.models.drafter import NORMED
 from forerun.models.drafter_folder import check_tensors, layer_facts, read_under, write_folder
 from forerun.models.eagle import EagleConfig
-from forerun.models.eagle_config import foreign, read_gated_layer, read_tree
+from forerun.models.eagle_config import foreign, read_gated_layer, read_tree, refuse_quantised
 from forerun.models.hf_config import Fields, read_json
 from forerun.models.hf_folder import find_shards
 from forerun.models.mtp import Mtp
 from forerun.models.weights import MTP_PREFIX
 
 WEIGHTS = "model.safetensors"
-DEPTH = 5
-"""Tokens drafted where the folder doesn't say; a smaller `--tree` drafts fewer."""
 NORMS = ("token", "hidden", "input", "post_attention", "final")
 
 
@@ -64,8 +62,7 @@ def save_mtp(
 
 
 def _config(fields: Fields, target: TargetConfig) -> EagleConfig:
-    if fields.values.get("quantization_config"):
-        raise fields.error("quantization_config", "none", fields.values["quantization_config"])
+    refuse_quantised(fields)
     sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
     for name, expected in sizes.items():
         if fields.integer(name, expected) != expected:
@@ -73,7 +70,7 @@ def _config(fields: Fields, target: TargetConfig) -> EagleConfig:
     if fields.integer("num_nextn_predict_layers", 1) != 1:
         found = fields.values["num_nextn_predict_layers"]
         raise fields.error("num_nextn_predict_layers", "1: one block applied repeatedly", found)
-    return EagleConfig(read_gated_layer(fields), (NORMED,), *read_tree(fields, DEPTH, top_k=1))
+    return EagleConfig(read_gated_layer(fields), (NORMED,), *read_tree(fields, top_k=1))
 
 
 def _shapes(config: EagleConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -11,8 +11,6 @@ Shape = tuple[int, ...]
 
 MAX_LAYERS = 4096
 """No real model comes near; a forged count would fill the memory with per-layer flags."""
-
-
 MTP_PREFIX = "model.mtp_layers.0."
 """Of the drafter that MiMo keeps beside its own layers (`forerun.models.mtp`)."""
 
@@ -57,8 +55,8 @@ def check_shapes(found: Mapping[str, Shape], config: TargetConfig, where: str) -
     """The names to read from a checkpoint that holds the tensors `found` (name -> shape).
 
     Rotary buffers, an output projection that is tied to the embedding, and an MTP block are left
-    out. Raises
-    ForerunError for a tensor that is missing, of a wrong shape, or unknown to the architecture.
+    out. Raises ForerunError for a tensor that is missing, of a wrong shape, or unknown to the
+    architecture.
     """
     needed: list[str] = []
     for name, shape in tensor_shapes(config):

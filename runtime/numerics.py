@@ -78,8 +78,9 @@ def golden(bundle: Bundle, engine: Engine) -> Check:
     close = best[:, 1] - best[:, 0] < CLOSE
     int8 = bounds is _INT8
     passed = largest <= bounds.logits or (int8 and bool((same | close).all()))
-    rule = f"arg-maxes must agree where the best two are {CLOSE:g} apart" if int8 else ""
-    detail = f"logits differ by at most {largest:.2g} ({rule or f'allowed: {bounds.logits:g}'}), "
+    agree = f"arg-maxes must agree where the best two are {CLOSE:g} apart"
+    rule = agree if int8 else f"allowed: {bounds.logits:g}"
+    detail = f"logits differ by at most {largest:.2g} ({rule}), "
     detail += f"{int(same.sum())} of {len(same)} arg-maxes agree"
     facts = {
         "tokens": len(same),

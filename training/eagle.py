@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -119,18 +119,11 @@ def start(
     embedding enters by is zero. Its vocabulary layer is the target's.
     """
     config = checkpoint.config
-    layer = DraftLayerConfig(
-        config.hidden_size,
-        training.intermediate or config.intermediate_size,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.rms_norm_eps,
-        config.max_positions,
-        config.rope,
-    )
-    features = feature_layers(training.kind, config.num_layers)
-    eagle = EagleConfig(layer, features, *((5, 1) if training.kind == "mtp" else ()))
+    width = training.intermediate or config.intermediate_size
+    layer = replace(DraftLayerConfig.of(config), intermediate_size=width)
+    eagle = EagleConfig(layer, feature_layers(training.kind, config.num_layers))
+    if training.kind == "mtp":
+        eagle = replace(eagle, top_k=1)
     make = STARTS.get(training.kind)
     if make is None:
         raise ForerunError(f"kind {training.kind!r}: choose one of {', '.join(STARTS)}")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.models.drafter import Committed, Drafter, GrowingDrafter, Vocabulary
-from forerun.models.grow import prune
+from forerun.models.drafter import Committed, Drafter, Vocabulary
+from forerun.models.drafting import Drafting
 from forerun.models.ops import scatter_in_place
 from forerun.training.texts import Text
 
@@ -86,7 +86,8 @@ class _Game:
         for row, text in enumerate(texts):
             self.tokens[row, : len(text.tokens)] = text.tokens
             self.features[row, : len(text.tokens)] = text.features.to(torch.float32)
-        self.states = [self._zeros(spec.shape, spec.dtype) for spec in drafter.states()]
+        self.states = [spec.zeros(size, self.slots) for spec in drafter.states()]
+        self.yes = torch.tensor(True)
         self.at = torch.tensor([text.prompt for text in texts])  # [B] the root's position
         self.ends = torch.tensor([len(text.tokens) for text in texts])
 
@@ -94,9 +95,9 @@ class _Game:
         """The prefill, then steps until every answer is told."""
         size = len(self.texts)
         longest = max(text.prompt for text in self.texts)
-        committed = self._committed(torch.zeros(size, dtype=torch.int64), self.at, longest)
+        drafting = self._committed(torch.zeros(size, dtype=torch.int64), self.at, longest)
         while True:
-            tokens, parents = self._draft(committed)
+            tokens, parents = self._draft(drafting)
             live = self.at < self.ends - 1
             if not live.any():
                 return
@@ -110,9 +111,9 @@ class _Game:
             reached = [int((accepted >= depth).sum()) for depth in range(1, self.depth + 1)]
             yield Played(int(live.sum()), int(advance.sum()), tuple(reached))
             start, self.at = self.at, self.at + advance
-            committed = self._committed(start, advance, self.depth + 1)
+            drafting = self._committed(start, advance, self.depth + 1)
 
-    def _committed(self, start: Tensor, count: Tensor, rows: int) -> Committed:
+    def _committed(self, start: Tensor, count: Tensor, rows: int) -> Drafting:
         """Context rows `start` to `start + count`, of `rows` rows; the state after them is kept."""
         size = len(self.texts)
         places = start[:, None] + torch.arange(rows + 1)
@@ -135,29 +136,19 @@ class _Game:
             top_p=torch.ones(size),
             branching=False,
         )
-        specs = [spec for spec in self.drafter.states() if not spec.drafted]
-        new = self.drafter.remember(committed, self.states, self.vocabulary)
-        for place, (spec, value) in enumerate(zip(specs, new, strict=False)):
-            if spec.cache:
-                scatter_in_place(self.states[place], value, start)
-            else:
-                self.states[place] = value
-        return committed
+        drafting = Drafting(self.vocabulary, self.drafter, committed)
+        self.states = drafting.remember(self.yes, self.states, scatter_in_place)
+        return drafting
 
-    def _draft(self, committed: Committed) -> tuple[Tensor, Tensor]:
+    def _draft(self, drafting: Drafting) -> tuple[Tensor, Tensor]:
         """The next tree's tokens and parents, `[B, N]` each; the root's parent is itself."""
-        drafter, vocabulary = self.drafter, self.vocabulary
-        if isinstance(drafter, GrowingDrafter):
-            proposal = drafter.propose(committed, self.states, vocabulary)
-            places = torch.arange(self.nodes)
-            tree = prune(committed.root, proposal, places, drafter.max_depth())
-            return tree.tokens, tree.parents
-        shape = drafter.tree(self.nodes)
-        assert shape is not None
-        drafted = drafter.draft(committed, self.states, vocabulary)
-        tokens = torch.cat([committed.root[:, None], drafted], dim=1)[:, list(shape.slots)]
+        shape = self.drafter.tree(self.nodes)
+        slots = torch.arange(self.nodes) if shape is None else torch.tensor(shape.slots)
+        tree, self.states = drafting.next_tree(self.yes, slots, self.states)
+        if shape is None:
+            return tree["next_tokens"], tree["next_parents"]
         parents = torch.tensor(shape.parents).clamp(min=0)
-        return tokens, parents.expand(len(self.texts), -1)
+        return tree["next_tokens"], parents.expand(len(self.texts), -1)
 
     def _walk(self, row: int, tokens: list[int], parents: list[int]) -> int:
         """How many drafted tokens are the answer's own, on a path from the root."""
@@ -172,8 +163,3 @@ class _Game:
                 break
             node, depth = found, depth + 1
         return depth
-
-    def _zeros(self, shape: Sequence[int | str], dtype: torch.dtype) -> Tensor:
-        sizes = {"batch": len(self.texts), "slots": self.slots}
-        resolved = [sizes[axis] if isinstance(axis, str) else axis for axis in shape]
-        return torch.zeros(resolved, dtype=dtype)
