@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
 
-from forerun.models.ops import scatter_in_place
-from forerun.models.target import Caches, Forward, Rows, Target
+from forerun.models.target import Caches, Target
 from forerun.runtime.sampling import uniforms
+from forerun.training.read import forward, read_alike, tensors_of
 
 SLOT_STEP = 32
 """Cache slots that a step looks at are rounded up to a multiple of this."""
@@ -107,29 +106,16 @@ class _Batch:
         """
         places = torch.tensor(self.free[: len(group)])
         prompts = [request.prompt for request in group]
+        read = read_alike(self.target, prompts)
         longest = max(map(len, prompts))
-        caches = self.target.empty_caches(len(group), longest)
-        shared = min(common_prefix(prompts), min(map(len, prompts)) - 1)
-        if shared:
-            one = self.target.empty_caches(1, shared)
-            self._forward(
-                torch.tensor([prompts[0][:shared]]), torch.zeros(1, dtype=torch.int64), one
-            )
-            for ours, theirs in zip(_tensors(caches), _tensors(one), strict=True):
-                ours[:, :, :shared] = theirs
-        tokens = torch.full((len(group), longest - shared), -1)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt) - shared] = torch.tensor(prompt[shared:])
-        start = torch.full((len(group),), shared)
-        hidden = self._forward(tokens, start, caches)
-        for ours, theirs in zip(_tensors(self.caches), _tensors(caches), strict=True):
+        for ours, theirs in zip(tensors_of(self.caches), tensors_of(read.caches), strict=True):
             ours[places, :, :longest] = theirs
         length = torch.tensor([len(prompt) for prompt in prompts])
         self.length[places] = length
         for place, request in zip(places.tolist(), group, strict=True):
             table = uniforms(request.seed, self.config.max_new_tokens)
             self.rows[place] = _Row(request, [], [], table.tolist())
-        last = hidden[torch.arange(len(group)), length - shared - 1]  # [n, H]
+        last = read.rest.hidden[torch.arange(len(group)), length - read.shared - 1]  # [n, H]
         yield from self._choose(places.tolist(), last)
 
     def step(self) -> Iterator[Answer]:
@@ -139,7 +125,7 @@ class _Batch:
         used = min(-(-used // SLOT_STEP) * SLOT_STEP, self.target.capacity)
         view = Caches(*([t[:, :, :used] for t in part] for part in _parts(self.caches)))
         self.length.clamp_(max=used - 1)  # only an idle row's can lie above
-        hidden = self._forward(self.last[:, None], self.length, view)
+        hidden = forward(self.target, self.last[:, None], self.length, view).hidden
         self.length[live] += 1
         yield from self._choose(live, hidden[live, 0])
 
@@ -150,18 +136,6 @@ class _Batch:
             self.rows = [self.rows[place] for place in live]
             self.length, self.last = self.length[live], self.last[live]
             self.caches = Caches(*([t[live] for t in part] for part in _parts(self.caches)))
-
-    def _forward(self, tokens: Tensor, start: Tensor, caches: Caches) -> Tensor:
-        """`tokens` `[n, T]` written from slot `start` `[n]` on -> hidden states `[n, T, H]`."""
-        positions = start[:, None] + torch.arange(tokens.shape[1])  # [n, T]
-        slots = torch.arange(caches.keys[0].shape[2])
-        mask = slots <= positions[..., None]  # [n, T, S]
-        window = self.target.config.window
-        sliding = mask & (positions[..., None] - slots < window) if window else None
-        pending = self.target.no_pending(tokens.shape[0])
-        rows = Rows(positions, start, pending, mask, sliding)
-        forward: Forward = self.target(tokens, caches, rows, scatter_in_place)
-        return forward.hidden
 
     def _choose(self, places: list[int], hidden: Tensor) -> Iterator[Answer]:
         """The next token of the rows at `places` from `hidden` `[n, H]`; yields finished rows."""
@@ -176,12 +150,6 @@ class _Batch:
             if token in self.config.stop_ids or len(row.answer) == self.config.max_new_tokens:
                 self.rows[place] = None
                 yield Answer(row.request, row.answer, torch.stack(row.states))
-
-
-def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all of `prompts` start with."""
-    same = (len(set(column)) == 1 for column in zip(*prompts, strict=False))
-    return sum(takewhile(bool, same))
 
 
 def choose(head: nn.Module, hidden: Tensor, temperature: Tensor, draws: Tensor) -> Tensor:
@@ -217,7 +185,3 @@ def vocabulary_rows(head: nn.Module, ids: Tensor) -> Tensor:
 
 def _parts(caches: Caches) -> tuple[list[Tensor], list[Tensor]]:
     return caches.keys, caches.values
-
-
-def _tensors(caches: Caches) -> list[Tensor]:
-    return [*caches.keys, *caches.values]

@@ -15,10 +15,9 @@ from torch import Tensor
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import NORMED
-from forerun.models.ops import scatter_in_place
-from forerun.models.target import Caches, Rows, Target
+from forerun.models.target import Forward, Target
 from forerun.progress import progress
-from forerun.training.generate import common_prefix
+from forerun.training.read import read_alike
 from forerun.training.synthesize import DTYPES, shard_files
 
 TEXTS_AT_ONCE = 16
@@ -98,7 +97,7 @@ def _compute(
                 capacity = max(longest, 1024)
                 target = Target(checkpoint.config, checkpoint.weights, capacity, "torch").eval()
                 target.to(DTYPES[dtype])
-            rows = torch.cat(_features(target, texts, layers))
+            rows = torch.cat(features_of(target, texts, layers))
             beside = _beside(path, layers)
             beside.parent.mkdir(exist_ok=True)
             part = beside.with_suffix(".part")
@@ -108,49 +107,24 @@ def _compute(
 
 
 @torch.inference_mode()
-def _features(target: Target, texts: Sequence[Tensor], layers: Sequence[int]) -> list[Tensor]:
-    """Each text's features `[n, F]`. Texts that begin alike go together: that is read once."""
-    order = sorted(range(len(texts)), key=lambda place: texts[place].tolist())
+def features_of(target: Target, texts: Sequence[Tensor], layers: Sequence[int]) -> list[Tensor]:
+    """Each text's features `[n, F]`. Texts that begin alike go together."""
+    tokens = [text.tolist() for text in texts]
+    order = sorted(range(len(texts)), key=lambda place: tokens[place])
+    taps = {layer for layer in layers if layer != NORMED}
     found: dict[int, Tensor] = {}
     for first in range(0, len(order), TEXTS_AT_ONCE):
         group = order[first : first + TEXTS_AT_ONCE]
-        prompts = [texts[place].tolist() for place in group]
-        shared = min(common_prefix(prompts), min(map(len, prompts)) - 1)
-        longest = max(map(len, prompts))
-        caches = target.empty_caches(len(group), longest)
-        begun = texts[group[0]].new_zeros(0)
-        if shared:
-            one = target.empty_caches(1, shared)
-            begun = _forward(target, texts[group[0]][None, :shared], 0, one, layers)[0]
-            for ours, theirs in zip(_tensors(caches), _tensors(one), strict=True):
-                ours[:, :, :shared] = theirs
-        rest = torch.full((len(group), longest - shared), -1)
+        read = read_alike(target, [tokens[place] for place in group], taps)
+        begun = [] if read.begun is None else [_side_by_side(read.begun, layers)[0]]
+        rest = _side_by_side(read.rest, layers)
         for row, place in enumerate(group):
-            rest[row, : len(texts[place]) - shared] = texts[place][shared:]
-        rows = _forward(target, rest, shared, caches, layers)
-        for row, place in enumerate(group):
-            own = rows[row, : len(texts[place]) - shared]
-            found[place] = torch.cat([begun, own]) if shared else own.clone()
+            own = rest[row, : len(tokens[place]) - read.shared]
+            found[place] = torch.cat([*begun, own])
     return [found[place] for place in range(len(texts))]
 
 
-def _forward(
-    target: Target, tokens: Tensor, start: int, caches: Caches, layers: Sequence[int]
-) -> Tensor:
-    """`tokens` `[B, T]` from position `start` on -> their features `[B, T, F]`."""
-    batch, count = tokens.shape
-    positions = (start + torch.arange(count)).expand(batch, -1)
-    slots = torch.arange(caches.keys[0].shape[2])
-    mask = slots <= positions[..., None]  # [B, T, S]
-    window = target.config.window
-    sliding = mask & (positions[..., None] - slots < window) if window else None
-    index = torch.full((batch,), start)
-    rows = Rows(positions, index, target.no_pending(batch), mask, sliding)
-    taps = {layer for layer in layers if layer != NORMED}
-    forward = target(tokens, caches, rows, scatter_in_place, taps)
-    parts = [forward.hidden if n == NORMED else forward.taps[n] for n in layers]
+def _side_by_side(forward: Forward, layers: Sequence[int]) -> Tensor:
+    """The feature layers of a forward, `[B, T, F]`."""
+    parts = [forward.hidden if layer == NORMED else forward.taps[layer] for layer in layers]
     return torch.cat(parts, dim=-1)
-
-
-def _tensors(caches: Caches) -> list[Tensor]:
-    return [*caches.keys, *caches.values]

@@ -24,7 +24,7 @@ from forerun.training.eagle import (  # noqa: E402
     train_eagle,
 )
 from forerun.training.fit import CHECKPOINT, Settings  # noqa: E402
-from forerun.training.texts import Text, _features  # noqa: E402
+from forerun.training.texts import Text, features_of  # noqa: E402
 from forerun.training.unrolled import Columns, batch_of, losses, trainable, unroll  # noqa: E402
 
 KINDS = ("eagle", "eagle3", "mtp")
@@ -41,10 +41,10 @@ def texts_of(checkpoint: Any, kind: str, count: int = 24) -> list[Text]:
         prompt, answer = 3 + number % 5, 8 + number % 7
         tokens = 40 + (number + torch.arange(prompt)) % 10
         for _ in range(answer):
-            both = _features(target, [tokens], [*layers, NORMED])[0]
+            both = features_of(target, [tokens], [*layers, NORMED])[0]
             following = target.head(both[-1:, -hidden:]).argmax(-1)
             tokens = torch.cat([tokens, following])
-        both = _features(target, [tokens], [*layers, NORMED])[0]
+        both = features_of(target, [tokens], [*layers, NORMED])[0]
         states = both[prompt - 1 : -1, -hidden:]
         texts.append(Text(tokens, prompt, both[:, :-hidden], states, "loop", number % 6 == 0, True))
     return texts

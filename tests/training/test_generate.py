@@ -15,9 +15,9 @@ from forerun.training.generate import (  # noqa: E402
     GenerateConfig,
     Request,
     choose,
-    common_prefix,
     generate,
 )
+from forerun.training.read import common_prefix  # noqa: E402
 
 STOP = 257
 TINY = tuple[Any, dict[str, Any]]

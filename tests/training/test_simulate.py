@@ -19,7 +19,7 @@ from forerun.models.step import Step  # noqa: E402
 from forerun.models.target import Target  # noqa: E402
 from forerun.training.eagle import EagleTraining, start  # noqa: E402
 from forerun.training.simulate import NOTHING, Played, play  # noqa: E402
-from forerun.training.texts import Text, _features  # noqa: E402
+from forerun.training.texts import Text, features_of  # noqa: E402
 from forerun.training.unrolled import Columns  # noqa: E402
 
 SLOTS, NODES, ANSWER = 128, 5, 30
@@ -93,7 +93,7 @@ def test_tau_is_what_the_step_commits(tiny_checkpoint: Any, kind: str) -> None:
         expected += Played(len(counts), sum(counts), ())
         whole = torch.tensor(prompt + tokens)
         reader = Target(config, weights, SLOTS, "torch").eval()
-        both = _features(reader, [whole], [*drafter.feature_layers, NORMED])[0]
+        both = features_of(reader, [whole], [*drafter.feature_layers, NORMED])[0]
         states, features = both[len(prompt) - 1 : -1, -32:], both[:, :-32]
         texts.append(Text(whole, len(prompt), features, states, "", True, True))
     everything = torch.arange(config.vocab_size)
