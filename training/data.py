@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forerun.errors import ForerunError
+from forerun.models.checkpoint import Checkpoint
 from forerun.training.synthesize import MANIFEST, shard_files
 
 
@@ -63,9 +64,7 @@ def read_data(folders: Sequence[Path], vocabulary: int) -> Data:
 
     Raises ForerunError where a folder is no data, a shard is damaged, or targets differ.
     """
-    digests = {_manifest(folder)["target_digest"] for folder in folders}
-    if len(digests) != 1:
-        raise ForerunError("the data folders hold answers of different targets: train on one's")
+    digest = target_digest(folders)
     frequencies = torch.zeros(vocabulary, dtype=torch.int64)
     parts: list[tuple[Answers, Tensor, Tensor]] = []
     for path in (path for folder in folders for path in shard_files(folder)):
@@ -87,8 +86,27 @@ def read_data(folders: Sequence[Path], vocabulary: int) -> Data:
         answers.where((~held_out).tolist()),
         answers.where((held_out & greedy).tolist()),
         frequencies,
-        digests.pop(),
+        digest,
     )
+
+
+def commonest(frequencies: Tensor, count: int) -> Tensor:
+    """The `count` most frequent token ids, `[V']`; of equals the lowest, which is the shortest."""
+    return frequencies.argsort(descending=True, stable=True)[:count]
+
+
+def target_digest(folders: Sequence[Path]) -> str:
+    """The digest of the target that answered; ForerunError where there are several, or no data."""
+    digests = {_manifest(folder)["target_digest"] for folder in folders}
+    if len(digests) != 1:
+        raise ForerunError("the data folders hold answers of different targets: train on one's")
+    return digests.pop()
+
+
+def check_target(digest: str, checkpoint: Checkpoint) -> None:
+    """Raises ForerunError where data of this digest are not `checkpoint`'s answers."""
+    if digest != checkpoint.digest:
+        raise ForerunError(f"the data are not {checkpoint.name}'s answers: synthesize them again")
 
 
 def _manifest(folder: Path) -> dict[str, str]:

@@ -18,9 +18,11 @@ from forerun.models.eagle import Eagle, Eagle3, EagleConfig
 from forerun.models.eagle_folder import save_eagle
 from forerun.models.mtp import Mtp
 from forerun.models.mtp_folder import save_mtp
+from forerun.training.data import commonest
+from forerun.training.evaluate import columns_of
 from forerun.training.fit import Settings, Task, finished, fit
 from forerun.training.texts import Text
-from forerun.training.unrolled import Batch, Columns, batch_of, losses, trainable
+from forerun.training.unrolled import Columns, batch_of, losses, trainable
 
 Tensors = dict[str, Tensor]
 
@@ -50,35 +52,29 @@ def feature_layers(kind: str, layers: int) -> tuple[int, ...]:
 def train_eagle(
     checkpoint: Checkpoint,
     texts: Sequence[Text],
-    frequencies: Tensor,
     folder: Path,
     training: EagleTraining,
     settings: Settings,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Trains on those of `texts` that are not held out, and writes the drafter's folder.
-
-    `frequencies` `[V]` say how often each token occurs in the training text.
-    """
-    used = [text for text in texts if not text.held_out and len(text.states) > 1]
+    """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
+    seen = [text for text in texts if not text.held_out]
+    used = [text for text in seen if len(text.states) > 1]
     if not used:
-        raise ForerunError("no answer of two tokens or more to train on: synthesize more")
+        raise ForerunError(
+            "no answer of two tokens or more to train on, held-out ones aside: synthesize more"
+        )
+    say(f"{sum(len(text.states) for text in used)} answer tokens to train on")
     capacity = max(len(text.tokens) for text in used) + training.unroll + 2
     vocabulary = checkpoint.config.vocab_size
-    ids = frequencies.argsort(descending=True, stable=True)[: training.draft_vocabulary]
-    ids = ids.sort().values
-    drafter = trainable(
-        *start(checkpoint, training, ids, capacity),
-        capacity,
-    )
-    matrix = vocabulary_matrix(checkpoint)
-    ends = Columns(checkpoint.weights["model.embed_tokens.weight"], matrix, ids)
-    columns = torch.full((vocabulary,), -1)
-    columns[ids] = torch.arange(len(ids))
+    frequencies = torch.bincount(torch.cat([text.tokens for text in seen]), minlength=vocabulary)
+    ids = commonest(frequencies, training.draft_vocabulary).sort().values
+    drafter = trainable(*start(checkpoint, training, ids, capacity), capacity)
+    ends, columns = Columns.of(checkpoint, ids), columns_of(ids, vocabulary)
     weights = training.decay ** torch.arange(training.unroll)
 
     def loss(group: Sequence[Text]) -> tuple[Tensor, Tensor]:
-        batch: Batch = batch_of(group, training.unroll)
+        batch = batch_of(group, training.unroll)
         found, right, counts = losses(drafter, batch, ends, columns, training.unroll)
         share = right / counts.clamp(min=1)
         return (found * weights).sum(), torch.cat([found.detach(), share])

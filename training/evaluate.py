@@ -76,9 +76,14 @@ def greedy_chain(heads: int, width: int) -> Tree:
 
 def in_vocabulary(following: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
     """`following` as columns of the reduced vocabulary `ids`; -1 for tokens outside of it."""
+    return columns_of(ids, vocabulary)[following]  # -1 picks the last entry, which stays -1
+
+
+def columns_of(ids: Tensor, vocabulary: int) -> Tensor:
+    """`[vocabulary + 1]`: each token's place among `ids`, -1 for those that are not there."""
     column = torch.full((vocabulary + 1,), -1)
     column[ids] = torch.arange(len(ids))
-    return column[following]  # -1 picks the last entry, which stays -1
+    return column
 
 
 @dataclass(frozen=True)

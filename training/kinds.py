@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.drafters import find_drafter, load_drafter, vocabulary_matrix
+from forerun.models.drafters import find_drafter, load_drafter
 from forerun.training.data import read_data
 from forerun.training.eagle import EagleTraining, feature_layers, train_eagle
 from forerun.training.fit import Settings
@@ -49,15 +47,9 @@ def _eagle(
 ) -> None:
     layers = feature_layers(kind, checkpoint.config.num_layers)
     texts = read_texts(checkpoint, data, layers)
-    used = [text for text in texts if not text.held_out]
-    if not used:
-        raise ForerunError("all prompts are held out: synthesize answers to more of them")
-    say(f"{sum(len(text.states) for text in used)} answer tokens to train on")
-    tokens = torch.cat([text.tokens for text in used])
-    frequencies = torch.bincount(tokens, minlength=checkpoint.config.vocab_size)
     training = _taken(EagleTraining, dict(options) | {"kind": kind})
     settings = _taken(Settings, dict(options) | {"betas": (0.9, 0.95)})  # as EAGLE is trained
-    train_eagle(checkpoint, used, frequencies, output, training, settings, say)
+    train_eagle(checkpoint, texts, output, training, settings, say)
     measure(checkpoint, output, [text for text in texts if text.held_out and text.greedy], say)
 
 
@@ -73,12 +65,10 @@ def measure(checkpoint: Checkpoint, folder: Path, texts: Sequence[Text], say: Sa
         say("no greedy answer is held out: nothing to measure on")
         return
     longest = max(len(text.tokens) for text in texts)
-    everything = torch.arange(checkpoint.config.vocab_size)
-    ends = Columns(
-        checkpoint.weights["model.embed_tokens.weight"], vocabulary_matrix(checkpoint), everything
-    )
+    ends = Columns.of(checkpoint)
+    whole = load_drafter(find_drafter(str(folder)), checkpoint, longest + 64)
     for nodes in MEASURED:
-        drafter = load_drafter(find_drafter(str(folder)), checkpoint, longest + 64)
+        drafter = deepcopy(whole)  # trimming drops for good what larger trees need
         drafter.trim([nodes])
         for kind in sorted({text.kind for text in texts}):
             played = play(drafter, ends, [text for text in texts if text.kind == kind], nodes)

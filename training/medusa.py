@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafters import vocabulary_matrix
 from forerun.models.medusa import MedusaConfig
 from forerun.models.medusa_folder import save_medusa
-from forerun.training.data import Answers, Data
+from forerun.training.data import Answers, Data, check_target, commonest
 from forerun.training.evaluate import in_vocabulary, measure
 from forerun.training.fit import Settings, Task, finished, fit
 
@@ -77,8 +76,7 @@ def train_medusa(
 
     A killed run goes on from its last checkpoint. Raises ForerunError for data of another target.
     """
-    if data.target_digest != checkpoint.digest:
-        raise ForerunError(f"the data are not {checkpoint.name}'s answers: synthesize them again")
+    check_target(data.target_digest, checkpoint)
     vocabulary = vocabulary_matrix(checkpoint)
     ids = commonest(data.frequencies, training.draft_vocabulary)
     hidden = checkpoint.config.hidden_size
@@ -104,11 +102,6 @@ def train_medusa(
     save_medusa(folder, config, tensors, facts)
     finished(folder)
     return config
-
-
-def commonest(frequencies: Tensor, count: int) -> Tensor:
-    """The `count` most frequent token ids, `[V']`; of equals the lowest, which is the shortest."""
-    return frequencies.argsort(descending=True, stable=True)[:count]
 
 
 def _fit(

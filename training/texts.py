@@ -17,6 +17,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import NORMED
 from forerun.models.target import Forward, Target
 from forerun.progress import progress
+from forerun.training.data import check_target, target_digest
 from forerun.training.read import read_alike
 from forerun.training.synthesize import DTYPES, shard_files
 
@@ -43,8 +44,9 @@ def read_texts(
     """All texts of the data `folders`, with the target's feature `layers` (`NORMED`, or the layers
     that they enter). Features are computed once and kept beside the data.
 
-    Raises ForerunError where a folder is no data, or a shard is damaged.
+    Raises ForerunError where a folder is no data or another target's, or a shard is damaged.
     """
+    check_target(target_digest(folders), checkpoint)
     paths = [path for folder in folders for path in shard_files(folder)]
     missing = [path for path in paths if not _beside(path, layers).exists()]
     if missing:

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_layer import DraftLayerConfig, Rotary, Seen
 from forerun.models.drafter import Vocabulary
+from forerun.models.drafters import vocabulary_matrix
 from forerun.models.eagle import Eagle
 from forerun.training.texts import Text
 
@@ -52,6 +54,13 @@ class Columns(nn.Module):
         super().__init__()
         self.register_buffer("embed", embedding)
         self.register_buffer("output", matrix[ids].T.contiguous())
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, ids: Tensor | None = None) -> Columns:
+        """The ends of `checkpoint`; None: all columns."""
+        matrix = vocabulary_matrix(checkpoint)
+        ids = torch.arange(len(matrix)) if ids is None else ids
+        return cls(checkpoint.weights["model.embed_tokens.weight"], matrix, ids)
 
     def embedding(self, tokens: Tensor) -> Tensor:
         """Tokens `[...]` -> `[..., H]`."""
@@ -98,7 +107,8 @@ class Unrolled:
 
     logits: Tensor  # [B, m, V']
     labels: Tensor  # [B, m] int64: the true token
-    states: Tensor  # [B, m, H]: the target's state that chose it
+    ahead: slice
+    """Which answer tokens those are, as `Batch` counts them."""
     known: Tensor  # [B, m] bool: rows that have one
 
 
@@ -130,7 +140,7 @@ def unroll(drafter: Eagle, batch: Batch, vocabulary: Vocabulary, steps: int) -> 
         logits, features = drafter.leave(x, vocabulary)
         ahead = slice(step + 1, step + 1 + rows)
         truth = batch.tokens.gather(1, (positions + 2).clamp(max=batch.tokens.shape[1] - 1))
-        yield Unrolled(logits, truth, batch.states[:, ahead], batch.known[:, ahead])
+        yield Unrolled(logits, truth, ahead, batch.known[:, ahead])
 
 
 def losses(
@@ -144,17 +154,18 @@ def losses(
     many there were `[steps]`. `columns` `[V]` are the tokens' places among the drafter's, or -1."""
     found, right, counts = [], [], []
     streak: Tensor | None = None
+    with torch.no_grad():
+        wanted = vocabulary.logits(batch.states.to(vocabulary.output.dtype))
+        wanted = wanted.to(torch.float32).softmax(-1)  # [B, m + 1 + unroll, V']
     for step in unroll(drafter, batch, vocabulary, steps):
         label = columns[step.labels]
         usable = step.known & (label >= 0)
         logits = step.logits[usable].to(torch.float32)  # [u, V']
         with torch.no_grad():
-            target = vocabulary.logits(step.states[usable].to(logits.dtype)).to(torch.float32)
-            target = target.softmax(-1)
             hit = torch.zeros_like(usable)
             hit[usable] = logits.argmax(-1) == label[usable]
             streak = hit if streak is None else streak & hit
             right.append((streak & step.known).sum())
             counts.append(step.known.sum())
-        found.append(-(target * logits.log_softmax(-1)).sum(-1).mean())
+        found.append(-(wanted[:, step.ahead][usable] * logits.log_softmax(-1)).sum(-1).mean())
     return torch.stack(found), torch.stack(right), torch.stack(counts)

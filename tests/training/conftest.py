@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,3 +24,15 @@ def tiny_checkpoint(tiny_target: tuple[Any, dict[str, Any]]) -> Any:
     return Checkpoint(
         *("tiny", config, weights, tokenizer, None, "<s>", "</s>", (60, 257), False, "d" * 64)
     )
+
+
+@pytest.fixture(scope="session")
+def deep_checkpoint(tiny_checkpoint: Any) -> Any:
+    """The tiny target with six layers, so that EAGLE-3 finds three to read."""
+    config, weights = tiny_checkpoint.config, dict(tiny_checkpoint.weights)
+    for name, weight in tiny_checkpoint.weights.items():
+        for layer in range(2, 6):
+            if name.startswith(f"model.layers.{layer % 2}."):
+                rest = name.split(".", 3)[3]
+                weights[f"model.layers.{layer}.{rest}"] = weight * 0.5
+    return replace(tiny_checkpoint, config=replace(config, num_layers=6), weights=weights)

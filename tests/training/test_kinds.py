@@ -27,15 +27,8 @@ OPTIONS = {"epochs": 1, "unroll": 2, "draft_vocabulary": 64, "batch": 400, "head
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint: Any) -> Any:
-    """The tiny target, its layers once more, so that EAGLE-3 finds three to read."""
-    config, weights = tiny_checkpoint.config, dict(tiny_checkpoint.weights)
-    for name, weight in tiny_checkpoint.weights.items():
-        for layer in (2, 3, 4, 5):
-            if name.startswith(f"model.layers.{layer % 2}."):
-                rest = name.split(".", 3)[3]
-                weights[f"model.layers.{layer}.{rest}"] = weight * 0.5
-    return replace(tiny_checkpoint, config=replace(config, num_layers=6), weights=weights)
+def checkpoint(deep_checkpoint: Any) -> Any:
+    return deep_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +89,7 @@ def test_a_damaged_shard_or_foreign_features_are_one_line(
 ) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    for path in data.glob("*.safetensors"):
+    for path in (*data.glob("*.safetensors"), data / "manifest.json"):
         (folder / path.name).write_bytes(path.read_bytes())
     read_texts(checkpoint, [folder], (NORMED,))
     kept = folder / "features-normed"
@@ -108,3 +101,11 @@ def test_a_damaged_shard_or_foreign_features_are_one_line(
     (tmp_path / "empty").mkdir()
     with pytest.raises(ForerunError, match="no data in it"):
         read_texts(checkpoint, [tmp_path / "empty"], (NORMED,))
+
+
+def test_another_targets_data_are_refused(checkpoint: Any, data: Path, tmp_path: Path) -> None:
+    """Whatever is trained: its features would be those of a target that never said this."""
+    other = replace(checkpoint, digest="e" * 64)
+    for kind in TRAIN:
+        with pytest.raises(ForerunError, match="the data are not tiny's answers"):
+            TRAIN[kind](other, [data], tmp_path / kind, OPTIONS, lambda line: None)

@@ -14,13 +14,12 @@ from forerun.errors import ForerunError  # noqa: E402
 from forerun.models.medusa_folder import load_medusa  # noqa: E402
 from forerun.runtime.tree import Tree, best_tree  # noqa: E402
 from forerun.training import fit as module  # noqa: E402
-from forerun.training.data import Answers, Data  # noqa: E402
+from forerun.training.data import Answers, Data, commonest  # noqa: E402
 from forerun.training.evaluate import accuracy, greedy_chain, in_vocabulary, tau  # noqa: E402
 from forerun.training.fit import CHECKPOINT, Settings, schedule  # noqa: E402
 from forerun.training.medusa import (  # noqa: E402
     MedusaTraining,
     VocabularyLoss,
-    commonest,
     train_medusa,
     vocabulary_matrix,
 )

@@ -96,8 +96,7 @@ def test_tau_is_what_the_step_commits(tiny_checkpoint: Any, kind: str) -> None:
         both = features_of(reader, [whole], [*drafter.feature_layers, NORMED])[0]
         states, features = both[len(prompt) - 1 : -1, -32:], both[:, :-32]
         texts.append(Text(whole, len(prompt), features, states, "", True, True))
-    everything = torch.arange(config.vocab_size)
-    ends = Columns(weights["model.embed_tokens.weight"], weights["lm_head.weight"], everything)
+    ends = Columns.of(tiny_checkpoint)
     found = play(drafter, ends, texts, NODES)
     assert (found.steps, found.committed) == (expected.steps, expected.committed)
     assert found.tau > 1.05  # something was accepted, so that the states were put to the test
