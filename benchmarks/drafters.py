@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.models.checkpoint import Checkpoint, load_checkpoint
-from forerun.models.config import TargetConfig
 from forerun.models.dflash import DFlashConfig
 from forerun.models.dflash_folder import dflash_shapes, save_dflash
-from forerun.models.draft_layer import DraftLayerConfig, projection_shapes
-from forerun.models.drafter import NORMED
-from forerun.models.eagle import EagleConfig
-from forerun.models.eagle_folder import save_eagle
+from forerun.models.draft_layer import DraftLayerConfig
 from forerun.models.hf_config import config_from_json
-from forerun.models.mtp_folder import save_mtp
 from forerun.models.weights import tensor_shapes
+from forerun.training.eagle import EagleTraining, start, write
+from forerun.training.fit import Settings
 
 TARGET, NODES = "smollm2", 6
 DRAFT_VOCABULARY = 8192
@@ -48,56 +46,13 @@ def random(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     }
 
 
-def layer_of(target: TargetConfig) -> DraftLayerConfig:
-    """A drafter's layer of the target's own sizes."""
-    return DraftLayerConfig(
-        target.hidden_size,
-        target.intermediate_size,
-        target.num_heads,
-        target.num_kv_heads,
-        target.head_dim,
-        target.rms_norm_eps,
-        target.max_positions,
-        target.rope,
-    )
-
-
-def matrices(layer: DraftLayerConfig, width: int | None = None) -> dict[str, tuple[int, ...]]:
-    """A layer's projections, without biases."""
-    return {n: shape for n, shape in projection_shapes(layer, width) if n.endswith(".weight")}
-
-
-def eagle(folder: Path, checkpoint: Checkpoint) -> None:
-    """EAGLE-1/2."""
-    layer, hidden = layer_of(checkpoint.config), checkpoint.config.hidden_size
-    shapes = {f"layers.0.{name}": shape for name, shape in matrices(layer).items()}
-    shapes |= {"layers.0.post_attention_layernorm.weight": (hidden,)}
-    shapes |= {"fc.weight": (hidden, 2 * hidden)}
-    save_eagle(folder, EagleConfig(layer), random(shapes), {})
-
-
-def eagle3(folder: Path, checkpoint: Checkpoint) -> None:
-    """EAGLE-3 over a reduced vocabulary."""
-    layer, layers = layer_of(checkpoint.config), checkpoint.config.num_layers
-    hidden = layer.hidden_size
-    shapes = {f"layers.0.{n}": shape for n, shape in matrices(layer, 2 * hidden).items()}
-    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    shapes |= {f"layers.0.{norm}.weight": (hidden,) for norm in norms}
-    shapes |= {"norm.weight": (hidden,), "fc.weight": (hidden, 3 * hidden)}
-    shapes |= {"lm_head.weight": (DRAFT_VOCABULARY, hidden)}
-    kept = torch.arange(checkpoint.config.vocab_size) < DRAFT_VOCABULARY
-    vocabulary = {"d2t": torch.zeros(DRAFT_VOCABULARY, dtype=torch.int64), "t2d": kept}
-    config = EagleConfig(layer, (2, layers // 2, layers - 3))
-    save_eagle(folder, config, random(shapes) | vocabulary, {})
-
-
-def mtp(folder: Path, checkpoint: Checkpoint) -> None:
-    """MTP."""
-    layer, hidden = layer_of(checkpoint.config), checkpoint.config.hidden_size
-    norms = ("token", "hidden", "input", "post_attention", "final")
-    shapes = matrices(layer) | {f"{norm}_layernorm.weight": (hidden,) for norm in norms}
-    shapes |= {"input_proj.weight": (hidden, 2 * hidden)}
-    save_mtp(folder, EagleConfig(layer, (NORMED,), 5, 1), random(shapes), {})
+def one_layer(kind: str, folder: Path, checkpoint: Checkpoint) -> None:
+    """EAGLE-1/2, EAGLE-3 over a reduced vocabulary, or MTP."""
+    ids, training = torch.arange(DRAFT_VOCABULARY), EagleTraining(kind=kind)
+    drafter, _ = start(checkpoint, training, ids, checkpoint.config.max_positions)
+    shapes = {name: tuple(weight.shape) for name, weight in drafter.named_parameters()}
+    drafter.load_state_dict(drafter.state_dict() | random(shapes))
+    write(folder, checkpoint, drafter, ids, training, Settings())
 
 
 def dflash(folder: Path, checkpoint: Checkpoint) -> None:
@@ -105,7 +60,7 @@ def dflash(folder: Path, checkpoint: Checkpoint) -> None:
     layers = checkpoint.config.num_layers
     features = tuple(1 + i * (layers - 2) // 4 for i in range(5))
     config = DFlashConfig(
-        layer=layer_of(checkpoint.config),
+        layer=DraftLayerConfig.of(checkpoint.config),
         num_layers=2,
         block_size=8,
         mask_token_id=1,
@@ -137,9 +92,7 @@ def draft(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 WRITERS: dict[str, Callable[[Path, Checkpoint], None]] = {
-    "eagle": eagle,
-    "eagle3": eagle3,
-    "mtp": mtp,
+    **{kind: partial(one_layer, kind) for kind in ("eagle", "eagle3", "mtp")},
     "dflash": dflash,
     "draft": draft,
 }
@@ -197,8 +150,8 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=48)
     given = parser.parse_args()
     checkpoint = load_checkpoint(TARGET)
-    for kind, write in WRITERS.items():
-        write(given.out / "drafters" / kind, checkpoint)
+    for kind, made in WRITERS.items():
+        made(given.out / "drafters" / kind, checkpoint)
     lines = []
     for name in given.only:
         found = measure(name, given.out, given.precision, given.limit, given.max_new_tokens)
