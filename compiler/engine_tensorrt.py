@@ -55,8 +55,9 @@ def build_engine(
     """Build the step in `onnx_path` (weights beside it) into the engine file `out`.
 
     Each profile gives a size to every symbol of `signature` that was left open. With `refit` the
-    drafter's weights can be replaced later (`refit_engine`), no others. Returns the versions of what built it. `out` is only ever seen complete. Raises ForerunError in one line:
-    unknown flavour or device, absent package, a graph that doesn't parse, a failed build.
+    drafter's weights can be replaced later (`refit_engine`), no others. Returns the versions of
+    what built it. `out` is only ever seen complete. Raises ForerunError in one line: unknown
+    flavour or device, absent package, a graph that doesn't parse, a failed build.
     """
     chosen = FLAVOURS.get(flavour)
     if chosen is None:

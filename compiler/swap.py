@@ -12,9 +12,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,14 @@ from forerun.models.checkpoint import SHIPPED, Checkpoint, load_checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.drafters import FOLDERLESS, DrafterSource, find_drafter, load_drafter
 from forerun.models.form import difference, form
-from forerun.runtime.bundle import MANIFEST, Bundle, file_facts, load_bundle, replace_manifest
+from forerun.runtime.bundle import (
+    MANIFEST,
+    Bundle,
+    file_facts,
+    load_bundle,
+    read_manifest,
+    replace_manifest,
+)
 from forerun.runtime.engine import BUILD_ONLY
 from forerun.runtime.manifest import Manifest
 
@@ -84,25 +92,18 @@ def swap_drafter(options: SwapOptions, say: Say = lambda line: None) -> Swapped:
     source, output = options.bundle, options.output
     if output is None or output.resolve() == source.resolve():
         with _alone(source):
-            return _swap(source, options, say)
+            bundle = load_bundle(source)
+            new = _replacement(bundle, options, say)
+            manifest = bundle.manifest if new is None else _write(bundle, new, say)
+        return Swapped(source, manifest, new is not None)
     check_destination(output)
-    with staging(output) as folder:
-        bundle = load_bundle(source)
-        for name in (MANIFEST, *bundle.manifest.files):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / name, folder / name)
-        swapped = _swap(folder, options, say)
-        put_in_place(folder, output)
-    return replace(swapped, path=output)
-
-
-def _swap(folder: Path, options: SwapOptions, say: Say) -> Swapped:
-    bundle = load_bundle(folder)
+    bundle = load_bundle(source)
     new = _replacement(bundle, options, say)
-    if new is None:
-        return Swapped(folder, bundle.manifest, changed=False)
-    say("writing the drafter's weights")
-    return Swapped(folder, _write(bundle, new), changed=True)
+    with staging(output) as folder:
+        copy = _copy(bundle, folder)
+        manifest = bundle.manifest if new is None else _write(copy, new, say)
+        put_in_place(folder, output)
+    return Swapped(output, manifest, new is not None)
 
 
 # --- what comes into the bundle -----------------------------------------------------------------
@@ -198,32 +199,37 @@ def _of_the_bundles_form(
 # --- writing ------------------------------------------------------------------------------------
 
 
-def _write(bundle: Bundle, new: Replacement) -> Manifest:
+def _write(bundle: Bundle, new: Replacement, say: Say) -> Manifest:
     """The new files, the manifest, and only then away with the old ones."""
     folder, old = bundle.path, bundle.manifest
     graph, data, engine = _names(new.manifest.recipe)
     model = ir.load(bundle.file(old.engine.graph))
     replaced = _replaced(bundle, model, new.weights)
+    say("writing the drafter's weights")
     with staging(folder / "swap") as fresh:
         save_with_drafter(model, fresh / graph, data, new.weights)
         facts = replace(old.engine, file=graph, graph=graph)
         if old.engine.kind in BUILD_ONLY:
             _refit(bundle, new.weights, model, fresh / engine)
             facts = replace(facts, file=engine)
-        files = {name: facts for name, facts in old.files.items() if name not in replaced}
-        made = sorted(path.name for path in fresh.iterdir())
-        files |= {name: file_facts(fresh, name) for name in made}
-        manifest = replace(new.manifest, engine=facts, files=dict(sorted(files.items())))
-        _remove_unlisted(folder, old)
-        for name in made:
-            (fresh / name).rename(folder / name)
+        made = {path.name: file_facts(fresh, path.name) for path in fresh.iterdir()}
+        kept = {name: file for name, file in old.files.items() if name not in replaced}
+        manifest = replace(new.manifest, engine=facts, files=dict(sorted((kept | made).items())))
         try:
+            for name in made:
+                (fresh / name).rename(folder / name)
             replace_manifest(folder, manifest)
-        except BaseException:
-            _remove_unlisted(folder, old)
-            raise
-    _remove_unlisted(folder, manifest)
+        finally:
+            _remove_unlisted(folder)
     return manifest
+
+
+def _copy(bundle: Bundle, folder: Path) -> Bundle:
+    """The bundle's files in the empty `folder`."""
+    for name in (MANIFEST, *bundle.manifest.files):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(bundle.path / name, folder / name)
+    return replace(bundle, path=folder)
 
 
 def _names(recipe: str) -> tuple[str, str, str]:
@@ -269,12 +275,18 @@ def _refit(bundle: Bundle, weights: dict[str, Array], model: ir.Model, out: Path
     refit_engine(bundle.file(engine.file), out, named, engine.kind)
 
 
-def _remove_unlisted(folder: Path, manifest: Manifest) -> None:
-    """Away with graphs, weights and engines of other drafters than the manifest's."""
+def _remove_unlisted(folder: Path) -> None:
+    """Away with graphs, weights and engines of other drafters than the manifest's own.
+
+    By the manifest that is there now, whichever that is: an interruption may come anywhere.
+    """
+    listed = read_manifest(folder).files
     for name in (ONNX_FILE, DRAFTER_DATA, ENGINE_FILE):
-        for path in folder.glob(f"{Path(name).stem}*{Path(name).suffix}"):
-            if path.name not in manifest.files:
-                path.unlink(missing_ok=True)
+        ours = re.compile(rf"{Path(name).stem}(-[0-9a-f]{{12}})?{re.escape(Path(name).suffix)}")
+        for path in folder.iterdir():
+            if ours.fullmatch(path.name) and path.name not in listed:
+                with suppress(OSError):  # what stays does no harm
+                    path.unlink()
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class Medusa(Drafter):
         self._keep(int(options["heads"]), int(options["top_k"]))
 
     def _keep(self, heads: int, top_k: int) -> None:
-        """The first so many heads, and the first so many choices of each; no more than there are."""
+        """The first so many heads and the first so many choices of each, where there are more."""
         config = self.config
         heads, top_k = min(heads, config.heads), min(top_k, config.top_k)
         accuracy = tuple(row[:top_k] for row in config.accuracy[:heads])

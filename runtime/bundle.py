@@ -42,7 +42,7 @@ def load_bundle(path: str | Path) -> Bundle:
     is missing, changed, or outside the bundle, or where the step contract is another.
     """
     folder = Path(path)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     for name, facts in manifest.files.items():
         _check_file(folder, name, facts)
     for name in (TOKENIZER, manifest.engine.file):
@@ -100,7 +100,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in `folder`, whose files are not looked at."""
     path = folder / MANIFEST
     if not folder.is_dir():
         raise ForerunError(f"{folder}: no such folder: give the path of a compiled bundle")
