@@ -83,8 +83,9 @@ def replace_manifest(folder: Path, manifest: Manifest) -> None:
     try:
         partial.write_text(manifest.to_json(), encoding="utf-8")
         partial.replace(folder / MANIFEST)
-    finally:
+    except BaseException:
         partial.unlink(missing_ok=True)
+        raise
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
