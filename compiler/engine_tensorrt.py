@@ -84,12 +84,14 @@ def build_engine(
         capability = device.removeprefix("sm_")
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability}"), 0)
     if refit:
-        _let_refit(trt, network, config, onnx_path)
+        let_refit(trt, network, config, onnx_path)
     for sizes in profiles:
         _add_profile(builder, config, network, signature, sizes)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise ForerunError(f"{onnx_path}: {chosen.title} can't build it: {_first(log.errors)}")
+        # TensorRT-RTX 1.7.1 without a GPU: not even a lone MatMul builds to be refitted.
+        gpu = " to be refitted (leave out --refit where there is no GPU)" if refit else ""
+        raise ForerunError(f"{onnx_path}: {chosen.title} can't build it{gpu}: {_first(log.errors)}")
     _write(plan, out)
     return {flavour: str(trt.__version__)}
 
@@ -131,7 +133,7 @@ def _write(plan: Any, out: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _let_refit(trt: Any, network: Any, config: Any, onnx_path: Path) -> None:
+def let_refit(trt: Any, network: Any, config: Any, onnx_path: Path) -> None:
     """Mark the drafter's weights, which the parser has named as the graph does, as replaceable.
 
     One by one: an engine whose every weight may change loses the target's optimisations.
