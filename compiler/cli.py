@@ -1,4 +1,4 @@
-"""`forerun compile`."""
+"""`forerun compile` and `swap`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from forerun.errors import MissingDependencyError
 ENGINES = ["ort", "tensorrt-rtx", "tensorrt"]
 ACCEPTANCES = ["matching", "rejection"]
 PRECISIONS = ["int8", "fp32", "fp16"]
+
+PATH = click.Path(path_type=Path)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 
 
 @click.command("compile")
@@ -35,8 +38,13 @@ PRECISIONS = ["int8", "fp32", "fp16"]
     show_default=True,
     help="rejection: a draft model's sampled tokens, accepted more often, exact in distribution.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+@click.option(
+    "--refit",
+    is_flag=True,
+    help="TensorRT: let `forerun swap` replace the drafter; may cost speed.",
+)
+@click.option("-o", "--output", type=PATH, required=True)
+@AS_JSON
 def compile_command(
     target: str,
     drafter: str,
@@ -47,6 +55,7 @@ def compile_command(
     chunk: int,
     trees: tuple[int, ...],
     acceptance: str,
+    refit: bool,
     output: Path,
     as_json: bool,
 ) -> None:
@@ -68,11 +77,42 @@ def compile_command(
         chunk=chunk,
         trees=trees,
         acceptance=acceptance,
+        refit=refit,
     )
-    compiled = compile_bundle(options, lambda line: click.echo(f"forerun: {line}", err=True))
+    compiled = compile_bundle(options, _say)
     if as_json:
         click.echo(compiled.manifest.to_json(), nl=False)
     else:
         what = "is up to date" if compiled.reused else "written"
         size = sum(facts.bytes for facts in compiled.manifest.files.values()) / 1e6
         click.echo(f"{output} {what}: {size:.0f} MB")
+
+
+@click.command("swap")
+@click.argument("bundle", type=PATH)
+@click.option("--drafter", required=True, help="Name or folder, of the compiled drafter's form.")
+@click.option("--target", help="What the bundle was compiled from, if it isn't shipped by name.")
+@click.option("-o", "--output", type=PATH, help="Write another bundle instead of changing this.")
+@AS_JSON
+def swap_command(
+    bundle: Path, drafter: str, target: str | None, output: Path | None, as_json: bool
+) -> None:
+    """Replaces the drafter in BUNDLE by another of the same kind and shape, in seconds.
+
+    Interrupted or refused, it leaves the bundle as it was.
+    """
+    try:
+        from forerun.compiler.swap import SwapOptions, swap_drafter
+    except ImportError as error:
+        raise MissingDependencyError(error.name or "torch", "compile", "swapping") from error
+
+    swapped = swap_drafter(SwapOptions(bundle, drafter, target, output), _say)
+    if as_json:
+        click.echo(swapped.manifest.to_json(), nl=False)
+    else:
+        what = "now drafts with" if swapped.changed else "drafts already with"
+        click.echo(f"{swapped.path} {what} {swapped.manifest.drafter.name}")
+
+
+def _say(line: str) -> None:
+    click.echo(f"forerun: {line}", err=True)

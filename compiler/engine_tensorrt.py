@@ -16,7 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import onnx_ir as ir
+
 from forerun.compiler.export import Signature
+from forerun.compiler.initializers import drafter_weights
 from forerun.errors import ForerunError, MissingDependencyError
 
 DEVICES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
@@ -47,12 +50,14 @@ def build_engine(
     profiles: Sequence[Mapping[str, int]],
     flavour: str,
     device: str = "sm_89",
+    refit: bool = False,
 ) -> dict[str, str]:
     """Build the step in `onnx_path` (weights beside it) into the engine file `out`.
 
-    Each profile gives a size to every symbol of `signature` that was left open. Returns the
-    versions of what built it. `out` is only ever seen complete. Raises ForerunError in one line:
-    unknown flavour or device, absent package, a graph that doesn't parse, a failed build.
+    Each profile gives a size to every symbol of `signature` that was left open. With `refit` the
+    drafter's weights can be replaced later (`refit_engine`), no others. Returns the versions of
+    what built it. `out` is only ever seen complete. Raises ForerunError in one line: unknown
+    flavour or device, absent package, a graph that doesn't parse, a failed build.
     """
     chosen = FLAVOURS.get(flavour)
     if chosen is None:
@@ -78,18 +83,65 @@ def build_engine(
         config.num_compute_capabilities = 1
         capability = device.removeprefix("sm_")
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability}"), 0)
+    if refit:
+        let_refit(trt, network, config, onnx_path)
     for sizes in profiles:
         _add_profile(builder, config, network, signature, sizes)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise ForerunError(f"{onnx_path}: {chosen.title} can't build it: {_first(log.errors)}")
+        # TensorRT-RTX 1.7.1 without a GPU: not even a lone MatMul builds to be refitted.
+        gpu = " to be refitted (leave out --refit where there is no GPU)" if refit else ""
+        raise ForerunError(f"{onnx_path}: {chosen.title} can't build it{gpu}: {_first(log.errors)}")
+    _write(plan, out)
+    return {flavour: str(trt.__version__)}
+
+
+def refit_engine(engine: Path, out: Path, weights: Mapping[str, Any], flavour: str) -> None:
+    """Write the engine in the file `engine` to `out`, with `weights` (arrays by name) replaced.
+
+    Needs the GPU that the engine was built for. It has not been run: none was at hand.
+    """
+    chosen = FLAVOURS[flavour]
+    trt = _load(chosen)
+    log = _collector(trt)
+    loaded = trt.Runtime(log).deserialize_cuda_engine(engine.read_bytes())
+    if loaded is None:
+        raise ForerunError(
+            f"{engine}: {chosen.title} can't load it here to refit it: "
+            f"{_first(log.errors) or 'is there a GPU?'}"
+        )
+    if not loaded.refittable:
+        raise ForerunError(f"{engine}: it can't be refitted: compile it again with --refit")
+    refitter = trt.Refitter(loaded, log)
+    for name, array in weights.items():
+        if not refitter.set_named_weights(name, trt.Weights(array)):
+            raise ForerunError(f"{engine}: {chosen.title} refuses {name!r}: {_first(log.errors)}")
+    if refitter.get_missing_weights() or not refitter.refit_cuda_engine():
+        raise ForerunError(f"{engine}: {chosen.title} can't refit it: {_first(log.errors)}")
+    config = loaded.create_serialization_config()
+    config.set_flag(trt.SerializationFlag.INCLUDE_REFIT)  # the next swap needs it too
+    _write(loaded.serialize_with_config(config), out)
+
+
+def _write(plan: Any, out: Path) -> None:
+    """`out` is only ever seen complete."""
     partial = out.with_name(out.name + ".partial")
     try:
         partial.write_bytes(plan)
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
-    return {flavour: str(trt.__version__)}
+
+
+def let_refit(trt: Any, network: Any, config: Any, onnx_path: Path) -> None:
+    """Mark the drafter's weights, which the parser has named as the graph does, as replaceable.
+
+    One by one: an engine whose every weight may change loses the target's optimisations.
+    """
+    config.set_flag(trt.BuilderFlag.REFIT_INDIVIDUAL)
+    for value in drafter_weights(ir.load(onnx_path)).values():
+        if not network.mark_weights_refittable(value.name):
+            raise ForerunError(f"{onnx_path}: TensorRT can't make {value.name!r} refittable")
 
 
 def _load(flavour: Flavour) -> ModuleType:

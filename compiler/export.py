@@ -18,6 +18,7 @@ from onnxscript.values import Opset
 from torch import Tensor, nn
 from torch.export import Dim
 
+from forerun.compiler.initializers import drafter_weights, save_graph, unknown
 from forerun.models.drafter import GrowingDrafter
 from forerun.models.ops import ACTIVATION_ZERO, HALVINGS, SPAN
 from forerun.models.step import GROWN_NAMES, INPUT_NAMES, OUTPUT_NAMES, Step, StepInputs
@@ -61,6 +62,12 @@ INPUT_AXES: dict[str, tuple[str | int, ...]] = {
 
 BOOL = ("ancestors", "remembering", "drafting")
 FLOAT = ("uniforms", "temperature", "top_p")
+
+NOISY = (
+    "torch.onnx._internal.exporter._registration",
+    "onnx_ir.passes.common.initializer_deduplication",
+)
+"""Loggers of what the exporter says to nobody."""
 
 
 def cache_names(layers: int, prefix: str = "") -> list[str]:
@@ -287,22 +294,25 @@ def name_axes(graph: ir.Graph, facts: Signature) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter warns of torchvision's absence and its own deprecations: no user's concern."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """The exporter warns of torchvision's absence, its own deprecations, and weights that we hide
+    from it: no user's concern."""
+    loggers = [logging.getLogger(name) for name in NOISY]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def export_step(
     step: Step, path: Path, fixed: Mapping[str, int] | None = None, loops: bool = True
 ) -> Signature:
-    """Write the step to `path` (`.onnx`), weights beside it in `path` + `.data`.
+    """Write the step to `path` (`.onnx`), weights beside it (`forerun.compiler.initializers`).
 
     `fixed` gives sizes to symbols that an engine can't leave open; without `loops` the graph holds
     no `Loop`.
@@ -328,11 +338,15 @@ def export_step(
             output_names=list(facts.outputs),
             custom_translation_table=translations,
             verbose=False,
+            optimize=False,
         )
-    assert onnx_program is not None
-    branches_as_loops(onnx_program.model.graph)
-    share_zero_points(onnx_program.model.graph)
-    name_axes(onnx_program.model.graph, facts)
-    RemoveUnusedNodesPass()(onnx_program.model)
-    onnx_program.save(str(path), external_data=True)
+        assert onnx_program is not None
+        model = onnx_program.model
+        with unknown(list(drafter_weights(model).values())):
+            onnx_program.optimize()
+    branches_as_loops(model.graph)
+    share_zero_points(model.graph)
+    name_axes(model.graph, facts)
+    RemoveUnusedNodesPass()(model)
+    save_graph(model, path)
     return facts

@@ -52,6 +52,8 @@ class CompileOptions:
     """Numbers of nodes to build steps for; 1 (plain) is always built."""
     acceptance: str = "matching"
     """matching, or rejection where the drafter samples from a distribution that it knows."""
+    refit: bool = False
+    """Build a TensorRT engine whose drafter can be swapped."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINE_KINDS:
@@ -66,6 +68,11 @@ class CompileOptions:
             raise ForerunError(
                 f"capacity {self.capacity} does not hold two prefill chunks of {self.chunk} "
                 "tokens: raise --capacity"
+            )
+        if self.refit and not self.kind.static_slots:
+            raise ForerunError(
+                f"--refit is for TensorRT engines: the drafter of engine {self.engine} can always "
+                "be swapped: leave it out"
             )
         if any(nodes < 1 or nodes > self.chunk for nodes in self.trees):
             raise ForerunError(f"a tree has 1 to {self.chunk} nodes: --tree {max(self.trees)}")
@@ -92,12 +99,12 @@ def versions(options: CompileOptions) -> dict[str, str]:
     return found
 
 
-def recipe(options: CompileOptions, checkpoint: Checkpoint, drafter: DrafterSource) -> str:
-    """SHA-256 over everything that goes into a bundle: same recipe, same bundle."""
+def setting(options: CompileOptions, checkpoint: Checkpoint, kind: str) -> str:
+    """SHA-256 over everything that goes into a bundle but the drafter of this `kind` itself."""
     facts = asdict(options) | {
         "output": None,
         "target": checkpoint.digest,
-        "drafter": [drafter.kind, drafter.digest],
+        "drafter": kind,
         "precision": options.real_precision,
         "device": options.device if options.kind.static_slots else None,
         "contract": CONTRACT,
@@ -106,6 +113,11 @@ def recipe(options: CompileOptions, checkpoint: Checkpoint, drafter: DrafterSour
         "versions": versions(options),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def recipe(setting: str, drafter: DrafterSource) -> str:
+    """SHA-256 over everything that goes into a bundle: same recipe, same bundle."""
+    return hashlib.sha256(f"{setting} {drafter.digest}".encode()).hexdigest()
 
 
 def code_digest() -> str:

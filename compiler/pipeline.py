@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -14,12 +12,14 @@ from forerun import __version__
 from forerun.compiler.certificate import write_golden, write_reference
 from forerun.compiler.check import check_onnx
 from forerun.compiler.export import Signature, export_step
-from forerun.compiler.options import CompileOptions, recipe, versions
+from forerun.compiler.options import CompileOptions, recipe, setting, versions
 from forerun.compiler.precision import PRECISIONS
+from forerun.compiler.staging import check_destination, put_in_place, staging
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint, load_checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.drafters import DrafterSource, find_drafter, load_drafter
+from forerun.models.form import form
 from forerun.runtime.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, load_bundle, write_manifest
 from forerun.runtime.chat import encode_prompt
 from forerun.runtime.manifest import (
@@ -36,6 +36,8 @@ from forerun.runtime.tree import Tree
 ONNX_FILE = "model.onnx"
 ENGINE_FILE = "model.engine"
 PROMPTS_FILE = "prompts.jsonl"
+FORM_FILE = "drafter.json"
+"""The drafter's form, which one that is put in its place must have."""
 DEFAULT_NODES = 6
 """Tree size where none is asked for: the best of 4, 6 and 8 on two CPU cores (README)."""
 
@@ -57,17 +59,16 @@ def compile_bundle(options: CompileOptions, say: Say = lambda line: None) -> Com
     Everything is written beside `options.output` and renamed at the end: an interruption leaves
     the old bundle, or none. Raises ForerunError for bad input and failed checks.
     """
-    _check_destination(options.output)
+    check_destination(options.output)
     say(f"reading {options.target}")
     checkpoint = load_checkpoint(options.target)
     source = find_drafter(options.drafter)
-    digest = recipe(options, checkpoint, source)
-    known = _up_to_date(options.output, digest)
+    known = _up_to_date(options.output, recipe(setting(options, checkpoint, source.kind), source))
     if known is not None:
         return Compiled(options.output, known, reused=True)
-    with _staging(options.output) as folder:
-        manifest = _build(options, checkpoint, source, digest, folder, say)
-        _replace(folder, options.output)
+    with staging(options.output) as folder:
+        manifest = _build(options, checkpoint, source, folder, say)
+        put_in_place(folder, options.output)
     return Compiled(options.output, manifest, reused=False)
 
 
@@ -75,7 +76,6 @@ def _build(
     options: CompileOptions,
     checkpoint: Checkpoint,
     source: DrafterSource,
-    digest: str,
     folder: Path,
     say: Say,
 ) -> Manifest:
@@ -84,15 +84,16 @@ def _build(
     drafter = load_drafter(source, checkpoint, options.capacity, options.acceptance)
     sizes = sorted({1, *(options.trees or (DEFAULT_NODES,))})
     drafter.trim(sizes)
-    trees = _trees(sizes, drafter)
-    manifest = _manifest(options, checkpoint, source, drafter, trees, digest)
+    trees = draft_trees(sizes, drafter)
+    manifest = _manifest(options, checkpoint, source, drafter, trees)
     default = int(manifest.default_tree)
     bundle = Bundle(folder, manifest, checkpoint.tokenizer, checkpoint.chat_template)
     _write_texts(bundle)
+    (folder / FORM_FILE).write_text(json.dumps(form(drafter), indent=1) + "\n", encoding="utf-8")
     prompts = read_prompts(folder / PROMPTS_FILE)
     ids = encode_prompt(bundle, prompts[0].content)
     say(f"building the {precision} step with drafter {source.name}")
-    step = PRECISIONS[precision](
+    step = PRECISIONS[precision].step(
         checkpoint, drafter, options.capacity, kind.attention, calibration_texts(bundle)
     )
     step.branching = kind.branches
@@ -115,7 +116,7 @@ def _build(
     return written
 
 
-def _trees(sizes: Sequence[int], drafter: Drafter) -> dict[str, Tree | None]:
+def draft_trees(sizes: Sequence[int], drafter: Drafter) -> dict[str, Tree | None]:
     """The trees asked for, as the drafter likes them, and the plain one."""
     if drafter.candidates == 0:
         return {"1": Tree.chain(1)}
@@ -140,9 +141,9 @@ def _manifest(
     source: DrafterSource,
     drafter: Drafter,
     trees: dict[str, Tree | None],
-    digest: str,
 ) -> Manifest:
     config = checkpoint.config
+    basis = setting(options, checkpoint, source.kind)
     last = str((options.trees or (DEFAULT_NODES,))[-1])
     return Manifest(
         contract=CONTRACT,
@@ -159,19 +160,16 @@ def _manifest(
             bos_token=checkpoint.bos_token,
             eos_token=checkpoint.eos_token,
             add_bos=checkpoint.add_bos,
+            digest=checkpoint.digest,
         ),
-        drafter=DrafterFacts(
-            source.kind,
-            source.name,
-            drafter.options(),
-            tuple(StateFacts(state.name, state.cache) for state in drafter.states()),
-            drafter.tables,
-        ),
+        drafter=drafter_facts(source, drafter),
         engine=EngineFacts(
             kind=options.engine,
             file=ENGINE_FILE if options.kind.static_slots else ONNX_FILE,
             device=options.device if options.kind.static_slots else None,
             versions=versions(options),
+            graph=ONNX_FILE,
+            refit=options.refit,
         ),
         precision=options.real_precision,
         capacity=options.capacity,
@@ -179,7 +177,20 @@ def _manifest(
         chunk=options.chunk,
         trees=trees,
         default_tree=last if last in trees else "1",
-        recipe=digest,
+        setting=basis,
+        recipe=recipe(basis, source),
+    )
+
+
+def drafter_facts(source: DrafterSource, drafter: Drafter) -> DrafterFacts:
+    """What the manifest says of a drafter."""
+    return DrafterFacts(
+        source.kind,
+        source.name,
+        drafter.options(),
+        tuple(StateFacts(state.name, state.cache) for state in drafter.states()),
+        drafter.tables,
+        source.digest,
     )
 
 
@@ -231,6 +242,7 @@ def _build_tensorrt(
         [prefill, *steps],
         options.engine,
         options.device,
+        options.refit,
     )
 
 
@@ -241,57 +253,3 @@ def _up_to_date(output: Path, digest: str) -> Manifest | None:
     except ForerunError:
         return None
     return manifest if manifest.recipe == digest else None
-
-
-def _check_destination(output: Path) -> None:
-    """Never overwrite what is not a bundle."""
-    if not output.exists() and not output.is_symlink():
-        return
-    if not output.is_dir() or (any(output.iterdir()) and not (output / "manifest.json").exists()):
-        raise ForerunError(f"{output} exists and is no bundle: choose another -o, or remove it")
-
-
-@contextmanager
-def _staging(output: Path) -> Iterator[Path]:
-    """A temporary folder beside `output`, gone afterwards whatever happens.
-
-    Its name holds this process's id, so that what a killed compilation left is found and removed.
-    """
-    prefix, suffix = f".{output.name}.", ".partial"
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        for left in output.parent.glob(f"{prefix}*{suffix}"):
-            owner = left.name.removeprefix(prefix).split(".")[0]
-            if owner.isdigit() and not _alive(int(owner)):
-                shutil.rmtree(left, ignore_errors=True)
-        folder = output.parent / f"{prefix}{os.getpid()}{suffix}"
-        folder.mkdir()
-    except OSError as error:
-        raise ForerunError(f"{output.parent}: can't write there: {error.strerror}") from None
-    try:
-        yield folder
-    except OSError as error:
-        raise ForerunError(f"{output}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # somebody else's, but there
-    return True
-
-
-def _replace(folder: Path, output: Path) -> None:
-    """Put the finished `folder` in the place of `output`; the old bundle goes only then."""
-    if not output.exists():
-        folder.rename(output)
-        return
-    old = folder.with_name(folder.name.replace(".partial", ".old.partial"))
-    output.rename(old)
-    folder.rename(output)
-    shutil.rmtree(old, ignore_errors=True)

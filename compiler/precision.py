@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -21,6 +21,15 @@ from forerun.models.target import Target, TiedHead
 Texts = Sequence[Sequence[int]]
 StepFactory = Callable[[Checkpoint, Drafter, int, str, Texts], Step]
 """(checkpoint, drafter, capacity, attention, calibration texts as ids) -> step in eval mode."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A way to make a step's modules from float32 weights."""
+
+    step: StepFactory
+    drafter: Callable[[Drafter], Drafter]
+    """A drafter as it stands in such a step: its weights depend on nothing else there."""
 
 
 def float32_step(
@@ -57,15 +66,20 @@ def int8_step(
     target = Target(config, weights, capacity, attention, basis)
     by_layer = {id(layer): hessians[name] for name, layer in linears(target).items()}
     target.embed = _int8_embedding(weights["model.embed_tokens.weight"])
-    step = Step(target, drafter)
-    _quantize_linears(step, by_layer)
-    return step.eval()
+    _quantize_linears(target, by_layer)
+    return Step(target, int8_drafter(drafter)).eval()
 
 
-PRECISIONS: dict[str, StepFactory] = {
-    "fp32": float32_step,
-    "fp16": float16_step,
-    "int8": int8_step,
+def int8_drafter(drafter: Drafter) -> Drafter:
+    """Every linear layer rounded to the nearest codes: nothing is known of what it will read."""
+    _quantize_linears(drafter, {})
+    return drafter
+
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision(float32_step, lambda drafter: drafter),
+    "fp16": Precision(float16_step, lambda drafter: drafter.half()),
+    "int8": Precision(int8_step, int8_drafter),
 }
 
 

@@ -41,6 +41,9 @@ COMMANDS = {
         "forerun.runtime.cli:verify_command", "Certify that a bundle is lossless on this machine."
     ),
     "inspect": LazyCommand("forerun.runtime.cli:inspect_command", "Print what a bundle holds."),
+    "swap": LazyCommand(
+        "forerun.compiler.cli:swap_command", "Replace a bundle's drafter without compiling again."
+    ),
     "synthesize": LazyCommand(
         "forerun.training.cli:synthesize_command", "Let a target answer prompts, as training data."
     ),

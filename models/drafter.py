@@ -8,7 +8,7 @@ One drafter is one module file and one line of `forerun.models.drafters.DRAFTERS
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -144,6 +144,10 @@ class Drafter(nn.Module):
 
     def trim(self, sizes: Collection[int]) -> None:
         """Drop for good what no tree of these sizes asks for."""
+
+    def trim_like(self, sizes: Collection[int], options: Mapping[str, int | float | str]) -> None:
+        """`trim`, to what a drafter with these `options` was trimmed to, where that is possible."""
+        self.trim(sizes)
 
     def max_depth(self) -> int:
         """The largest depth that any of its trees can have."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -87,9 +87,17 @@ class Medusa(Drafter):
         so that the same trees are the best."""
         trees = [self.tree(nodes) for nodes in sizes]
         taken = [slot - 1 for tree in trees for slot in tree.slots[1:]] or [0]
+        width = self.config.top_k
+        self._keep(1 + max(taken) // width, 1 + max(slot % width for slot in taken))
+
+    def trim_like(self, sizes: Collection[int], options: Mapping[str, int | float | str]) -> None:
+        """As many heads and choices as that drafter had, for any tree can be made of them."""
+        self._keep(int(options["heads"]), int(options["top_k"]))
+
+    def _keep(self, heads: int, top_k: int) -> None:
+        """The first so many heads and the first so many choices of each, where there are more."""
         config = self.config
-        heads = 1 + max(taken) // config.top_k
-        top_k = 1 + max(slot % config.top_k for slot in taken)
+        heads, top_k = min(heads, config.heads), min(top_k, config.top_k)
         accuracy = tuple(row[:top_k] for row in config.accuracy[:heads])
         self.config = replace(config, heads=heads, top_k=top_k, accuracy=accuracy)
         self.candidates = heads * top_k

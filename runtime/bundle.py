@@ -13,6 +13,7 @@ from forerun.errors import ForerunError
 from forerun.runtime.manifest import FileFacts, Manifest
 
 MANIFEST = "manifest.json"
+PARTIAL = f"{MANIFEST}.partial"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 MAX_MANIFEST_BYTES = 16 << 20
@@ -41,7 +42,7 @@ def load_bundle(path: str | Path) -> Bundle:
     is missing, changed, or outside the bundle, or where the step contract is another.
     """
     folder = Path(path)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     for name, facts in manifest.files.items():
         _check_file(folder, name, facts)
     for name in (TOKENIZER, manifest.engine.file):
@@ -59,18 +60,32 @@ def write_manifest(folder: str | Path, manifest: Manifest) -> Manifest:
     A folder without a manifest is no bundle, so an interrupted compilation leaves none behind.
     """
     root = Path(folder)
-    partial = root / f"{MANIFEST}.partial"
-    partial.unlink(missing_ok=True)
+    (root / PARTIAL).unlink(missing_ok=True)
     files: dict[str, FileFacts] = {}
     for found in sorted(root.rglob("*")):
         name = found.relative_to(root).as_posix()
         if name != MANIFEST and not found.is_dir():
-            path = _inside(root, name)
-            files[name] = FileFacts(_sha256(path), path.stat().st_size)
+            files[name] = file_facts(root, name)
     complete = replace(manifest, files=files)
-    partial.write_text(complete.to_json(), encoding="utf-8")
-    partial.replace(root / MANIFEST)
+    replace_manifest(root, complete)
     return complete
+
+
+def file_facts(folder: Path, name: str) -> FileFacts:
+    """What a manifest says of the file `name` in the bundle's `folder`."""
+    path = _inside(folder, name)
+    return FileFacts(_sha256(path), path.stat().st_size)
+
+
+def replace_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes `manifest.json`, whose files are there: the bundle is the old one or the new one."""
+    partial = folder / PARTIAL
+    try:
+        partial.write_text(manifest.to_json(), encoding="utf-8")
+        partial.replace(folder / MANIFEST)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -86,7 +101,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in `folder`, whose files are not looked at."""
     path = folder / MANIFEST
     if not folder.is_dir():
         raise ForerunError(f"{folder}: no such folder: give the path of a compiled bundle")

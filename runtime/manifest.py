@@ -30,6 +30,8 @@ class TargetFacts:
     eos_token: str | None
     add_bos: bool
     """Whether a raw prompt (no chat template) starts with `bos_token`."""
+    digest: str = ""
+    """Hash of the checkpoint's files."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "num_kv_heads", "head_dim", "max_positions"):
@@ -58,6 +60,8 @@ class DrafterFacts:
     states: tuple[StateFacts, ...] = ()
     tables: int = 1
     """Uniforms that a step reads for each position."""
+    digest: str = ""
+    """Hash of the drafter's files."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,10 @@ class EngineFacts:
     file: str
     device: str | None
     versions: dict[str, str]
+    graph: str = "model.onnx"
+    """The ONNX file that `file` was built from, or is."""
+    refit: bool = False
+    """Whether the drafter's weights in a TensorRT engine may be replaced."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,8 @@ class Manifest:
     one prefill call. `trees` are the draft trees that the engine was built for, keyed by their
     number of nodes as text, null where the drafter grows another one each step; "1" (plain
     decoding) is always among them. `recipe` is the content hash
-    of all that went into the bundle; `files` says what came out, by path inside the bundle.
+    of all that went into the bundle, `setting` of all but the drafter; `files` says what came out,
+    by path inside the bundle.
     """
 
     contract: int
@@ -107,6 +116,7 @@ class Manifest:
     trees: dict[str, Tree | None]
     default_tree: str
     recipe: str
+    setting: str = ""
     files: dict[str, FileFacts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from forerun.runtime.numerics import Check, golden, margin, reference, row_indep
 from forerun.runtime.prompts import read_prompts
 from forerun.runtime.sampling import SamplingParams
 
-PROMPTS, ONNX = "prompts.jsonl", "model.onnx"
+PROMPTS = "prompts.jsonl"
 TEMPERATURE = 0.8
 IN_DISTRIBUTION = (
     "not compared: drafts are accepted by p/q rejection, which samples the target's distribution "
@@ -94,10 +94,11 @@ def _engine_checks(
 
 def _onnx_checks(bundle: Bundle, config: VerifyConfig) -> Iterator[Check]:
     """The numerics of the graph that the engine was built from, by ONNX Runtime."""
-    if bundle.manifest.engine.kind not in BUILD_ONLY or ONNX not in bundle.manifest.files:
+    built = bundle.manifest.engine
+    if built.kind not in BUILD_ONLY or built.graph not in bundle.manifest.files:
         yield Check("golden", None, "not run: the bundle holds no graph that runs elsewhere", {})
         return
-    facts = replace(bundle.manifest.engine, kind="ort", file=ONNX)
+    facts = replace(built, kind="ort", file=built.graph)
     portable = replace(bundle, manifest=replace(bundle.manifest, engine=facts))
     try:
         engine = load_engine(portable, config.threads)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 
-from forerun.compiler.engine_tensorrt import build_engine
+from forerun.compiler.engine_tensorrt import build_engine, let_refit, refit_engine
 from forerun.compiler.export import Signature, export_step
 from forerun.errors import ForerunError, MissingDependencyError
 from forerun.models.combined import Combined
@@ -110,6 +111,42 @@ def test_a_step_with_each_drafter_builds_in_half_precision(kind: str, tmp_path: 
     assert versions == {"tensorrt-rtx": trt.__version__}
     assert out.stat().st_size > 0
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("kind", ["medusa", pytest.param("draft", marks=pytest.mark.slow)])
+def test_the_drafters_weights_alone_are_made_refittable(kind: str, tmp_path: Path) -> None:
+    """By the builder's own account of the parsed graph; refitting itself needs a GPU."""
+    trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    step = Step(tiny_target(), DRAFTERS[kind](), pending=PENDING).half()
+    step.branching = False
+    path = tmp_path / "step.onnx"
+    export_step(step, path, {"slots": SLOTS}, loops=False)
+    builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
+    network, config = builder.create_network(0), builder.create_builder_config()
+    parser = trt.OnnxParser(network, trt.Logger(trt.Logger.ERROR))
+    assert parser.parse_from_file(str(path))
+    let_refit(trt, network, config, path)
+    assert config.get_flag(trt.BuilderFlag.REFIT_INDIVIDUAL)
+    for weight in onnx.load(path, load_external_data=False).graph.initializer:
+        ours = weight.name.startswith("step.drafter.")
+        assert network.are_weights_marked_refittable(weight.name) == ours
+
+
+def test_what_can_be_refitted_only_with_a_gpu_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("there is a GPU here")
+    step = Step(tiny_target(), medusa(), pending=PENDING).half()
+    step.branching = False
+    path, out = tmp_path / "step.onnx", tmp_path / "engine"
+    facts = export_step(step, path, {"slots": SLOTS}, loops=False)
+    with pytest.raises(ForerunError, match="leave out --refit") as caught:
+        build_engine(path, out, facts, [STEP, PREFILL, PLAIN], "tensorrt-rtx", refit=True)
+    assert "\n" not in str(caught.value) and not out.exists()
+    build_engine(path, out, facts, [STEP, PREFILL, PLAIN], "tensorrt-rtx")
+    with pytest.raises(ForerunError, match="can't load it here to refit it"):
+        refit_engine(out, tmp_path / "new", {}, "tensorrt-rtx")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

@@ -82,6 +82,7 @@ def random_eagle(
     hidden = target.config.hidden_size
     draw = torch.Generator().manual_seed(seed)
     layer = DraftLayerConfig(hidden, 24, 4, 2, 8, 1e-5, SLOTS, RopeConfig(5000.0, 8))
+    layer = changes.pop("layer", layer)
     weights = eagle_weights(kind, hidden, vocabulary, draw)
     layers = target.config.num_layers
     three = {"feature_layers": (0, layers // 2, layers)} if kind == "eagle3" else {}

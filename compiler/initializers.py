@@ -1,0 +1,86 @@
+"""The exported graph's weights: which are the drafter's, and the files that they lie in.
+
+The drafter's have a file of their own, so that another drafter takes their place by writing that
+file and the graph's references to it (`forerun.compiler.swap`); the target's stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.external_data import convert_tensors_to_external
+
+DRAFTER = "step.drafter."
+"""What the names of the drafter's weights start with; the rest is their place in the module."""
+DRAFTER_DATA = "drafter.data"
+SMALL = 256
+"""Bytes: the target's tensors up to this size stay in the graph, since engines read shapes there.
+The drafter's never do: all of them may be replaced."""
+
+
+def drafter_weights(model: ir.Model) -> dict[str, ir.Value]:
+    """The drafter's initializers, by their names in the drafter's module."""
+    found = model.graph.initializers.items()
+    return {name.removeprefix(DRAFTER): v for name, v in found if name.startswith(DRAFTER)}
+
+
+@contextmanager
+def unknown(values: Sequence[ir.Value]) -> Iterator[None]:
+    """Initializers whose content nothing inside the block can see.
+
+    What the exporter computes from a weight, or finds equal to another, is right for that weight
+    alone: hidden, the graph is the same for every drafter of a form.
+    """
+    tensors = [value.const_value for value in values]
+    for value in values:
+        value.const_value = None
+    try:
+        yield
+    finally:
+        for value, tensor in zip(values, tensors, strict=True):
+            value.const_value = tensor
+
+
+def save_graph(model: ir.Model, path: Path) -> None:
+    """Write the graph to `path`, the target's weights to `path` + `.data`, the drafter's beside."""
+    drafter = list(drafter_weights(model).values())
+    others = [
+        value
+        for value in model.graph.initializers.values()
+        if value not in drafter and value.const_value is not None
+    ]
+    large = [value for value in others if value.const_value.nbytes > SMALL]  # type: ignore[union-attr]
+    _unload(large, path.parent, f"{path.name}.data")
+    _unload(drafter, path.parent, DRAFTER_DATA)
+    ir.save(model, path)
+
+
+def save_with_drafter(
+    model: ir.Model, path: Path, data: str, tensors: dict[str, Any]
+) -> dict[str, ir.Value]:
+    """Write the graph anew to `path`, its drafter's weights (`tensors` by their names in the
+    drafter's module, as numpy arrays) to the file `data` beside it.
+
+    All other weights stay in the files that they are in, which must lie beside `path`.
+    """
+    weights = drafter_weights(model)
+    for name, value in weights.items():
+        value.const_value = ir.tensor(tensors[name], name=value.name)
+    _unload(list(weights.values()), path.parent, data)
+    ir.save(model, path)
+    return weights
+
+
+def _unload(values: Sequence[ir.Value], folder: Path, file: str) -> None:
+    """Write the tensors of `values` one after the other to `file`, and refer to them there."""
+    if not values:
+        return
+    tensors = [value.const_value for value in values if value.const_value is not None]
+    for value, tensor in zip(
+        values, convert_tensors_to_external(tensors, folder, file), strict=True
+    ):
+        value.const_value = tensor
