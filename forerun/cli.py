@@ -42,7 +42,8 @@ COMMANDS = {
     ),
     "inspect": LazyCommand("forerun.runtime.cli:inspect_command", "Print what a bundle holds."),
     "synthesize": LazyCommand(
-        "forerun.training.cli:synthesize_command", "Let a target answer prompts, as training data."
+        "forerun.training.synthesize_cli:synthesize_command",
+        "Let a target answer prompts, as training data.",
     ),
     "train": LazyCommand(
         "forerun.training.cli:train_command", "Train a drafter on a target's answers."

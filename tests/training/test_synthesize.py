@@ -19,7 +19,7 @@ from forerun.training import synthesize as module  # noqa: E402
 from forerun.training.data import read_data  # noqa: E402
 from forerun.training.synthesize import SynthesizeConfig, is_held_out, synthesize  # noqa: E402
 
-CONFIG = SynthesizeConfig(12, temperature=0.8, greedy_share=0.5, shard=4, dtype="float32")
+CONFIG = SynthesizeConfig(12, temperatures=(0.8,), greedy_share=0.5, shard=4, dtype="float32")
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -46,7 +46,7 @@ def test_resume_equals_an_uninterrupted_run(
     tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
 ) -> None:
     asked = prompts(23)
-    synthesize(tiny_checkpoint, asked, tmp_path / "whole", CONFIG, batch=5)
+    synthesize(tiny_checkpoint, asked, tmp_path / "whole", CONFIG)
     write, calls = module.write_shard, []
 
     def dying(path: Path, *rest: Any) -> None:
@@ -58,7 +58,7 @@ def test_resume_equals_an_uninterrupted_run(
 
     monkeypatch.setattr(module, "write_shard", dying)
     with pytest.raises(KeyboardInterrupt):
-        synthesize(tiny_checkpoint, asked, tmp_path / "killed", CONFIG, batch=5)
+        synthesize(tiny_checkpoint, asked, tmp_path / "killed", CONFIG)
     assert len(contents(tmp_path / "killed")) == killed_at - 1
     monkeypatch.setattr(module, "write_shard", write)
     added = synthesize(tiny_checkpoint, asked, tmp_path / "killed", CONFIG, batch=7)
