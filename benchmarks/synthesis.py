@@ -51,7 +51,7 @@ def by_bundle(bundle: Path, limit: int) -> Answered:
 
     def answer(group: Sequence[Prompt]) -> int:
         return sum(
-            len(model.generate(prompt.content, max_new_tokens=limit, plain=True).tokens)
+            len(model.generate(prompt.content, max_new_tokens=limit, plain=True).token_ids)
             for prompt in group
         )
 
@@ -83,7 +83,6 @@ def main() -> None:
     }
     if given.bundle:
         ways["one at a time, compiled"] = by_bundle(given.bundle, given.max_new_tokens)
-    sizes = {name: given.batch if name.startswith("batch") else 1 for name in ways}
     spent, tokens = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
     for answer in ways.values():
         answer(prompts[:1])  # warm up
@@ -95,7 +94,8 @@ def main() -> None:
             spent[name] += time.perf_counter() - begun
     speeds = {name: tokens[name] / spent[name] for name in ways}
     first = next(iter(speeds.values()))
-    print(f"{len(prompts)} prompts, {given.max_new_tokens} new tokens, {torch.get_num_threads()} threads")
+    threads = torch.get_num_threads()
+    print(f"{len(prompts)} prompts, {given.max_new_tokens} new tokens, {threads} threads")
     for name, speed in speeds.items():
         print(f"{name:24} {tokens[name]:6} tokens in {spent[name]:6.1f} s: {speed:6.1f}/s; "
               f"the batch is {first / speed:.2f} times as fast")  # fmt: skip
