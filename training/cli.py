@@ -1,4 +1,4 @@
-"""`forerun synthesize` and `forerun train`."""
+"""`forerun train`."""
 
 from __future__ import annotations
 
@@ -10,55 +10,6 @@ import click
 PATH = click.Path(path_type=Path)
 KINDS = ["medusa", "eagle", "eagle3", "mtp"]
 """Those of `forerun.training.kinds`, which imports torch; help must not."""
-
-
-@click.command("synthesize")
-@click.argument("target")
-@click.option("--prompts", type=PATH, required=True, help="JSON lines: prompt, messages or turns.")
-@click.option("-o", "--output", type=PATH, required=True, help="Folder of the data.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=160, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True)
-@click.option(
-    "--greedy-share",
-    type=click.FloatRange(0, 1),
-    default=0.0,
-    show_default=True,
-    help="Share of the prompts answered at temperature 0 all the same.",
-)
-@click.option("--batch", type=click.IntRange(1), default=192, show_default=True)
-@click.option("--limit", type=click.IntRange(1), help="Read only the first so many prompts.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16")
-def synthesize_command(
-    target: str,
-    prompts: Path,
-    output: Path,
-    max_new_tokens: int,
-    temperature: float,
-    greedy_share: float,
-    batch: int,
-    limit: int | None,
-    seed: int,
-    dtype: str,
-) -> None:
-    """Lets TARGET answer prompts, as training data. Goes on where a killed run stopped."""
-    import time
-
-    from forerun.models.checkpoint import load_checkpoint
-    from forerun.runtime.prompts import read_prompts
-    from forerun.training.synthesize import SynthesizeConfig, synthesize
-
-    config = SynthesizeConfig(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        greedy_share=greedy_share,
-        seed=seed,
-        dtype=dtype,
-    )
-    start = time.monotonic()
-    added = synthesize(load_checkpoint(target), read_prompts(prompts, limit), output, config, batch)
-    seconds = time.monotonic() - start
-    click.echo(f"{output}: {added} answer tokens in {seconds:.0f} s ({added / seconds:.0f}/s)")
 
 
 @click.command("train")

@@ -19,7 +19,7 @@ from forerun.models.target import Forward, Target
 from forerun.progress import progress
 from forerun.training.data import check_target, target_digest
 from forerun.training.read import read_alike
-from forerun.training.synthesize import DTYPES, shard_files
+from forerun.training.shards import DTYPES, shard_files, write_whole
 
 TEXTS_AT_ONCE = 16
 
@@ -92,20 +92,27 @@ def _compute(
     with progress("reading features", len(paths)) as advance:
         for path in paths:
             with safe_open(path, "pt") as file:
-                tokens = file.get_tensor("tokens").to(torch.int64)
-                texts = tokens.split(file.get_tensor("lengths").tolist())
-            longest = max(map(len, texts))
+                longest = int(file.get_tensor("lengths").max())
             if target is None or target.capacity < longest:
                 capacity = max(longest, 1024)
                 target = Target(checkpoint.config, checkpoint.weights, capacity, "torch").eval()
                 target.to(DTYPES[dtype])
-            rows = torch.cat(features_of(target, texts, layers))
-            beside = _beside(path, layers)
-            beside.parent.mkdir(exist_ok=True)
-            part = beside.with_suffix(".part")
-            save_file({"features": rows.to(torch.bfloat16)}, part)
-            part.replace(beside)
+            write_features(target, path, layers)
             advance()
+
+
+def has_features(path: Path, layers: Sequence[int]) -> bool:
+    """Whether the features of the shard `path` lie beside it."""
+    return _beside(path, layers).exists()
+
+
+def write_features(target: Target, path: Path, layers: Sequence[int]) -> None:
+    """The features of the shard `path`, in a file beside it."""
+    with safe_open(path, "pt") as file:
+        tokens = file.get_tensor("tokens").to(torch.int64)
+        texts = tokens.split(file.get_tensor("lengths").tolist())
+    rows = torch.cat(features_of(target, texts, layers)).to(torch.bfloat16)
+    write_whole(_beside(path, layers), lambda part: save_file({"features": rows}, part))
 
 
 @torch.inference_mode()

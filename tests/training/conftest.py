@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,3 +39,23 @@ def deep_checkpoint(tiny_checkpoint: Any) -> Any:
                 rest = name.split(".", 3)[3]
                 weights[f"model.layers.{layer}.{rest}"] = weight * 0.5
     return replace(tiny_checkpoint, config=replace(config, num_layers=6), weights=weights)
+
+
+CHAT = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}({{ message.role }}) {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}(assistant) {% endif %}"
+)
+"""A chat template in which every role can be told from the others."""
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint_folder: Path) -> Path:
+    """That folder with a chat template, and enough stop tokens for answers of all lengths."""
+    folder = tmp_path_factory.mktemp("chat") / "tiny"
+    shutil.copytree(tiny_checkpoint_folder, folder)
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    stops = {"eos_token_id": [257, *range(128, 256, 8)]}
+    (folder / "generation_config.json").write_text(json.dumps(stops))
+    return folder

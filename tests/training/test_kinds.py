@@ -19,10 +19,11 @@ from forerun.models.target import Target  # noqa: E402
 from forerun.runtime.prompts import Prompt  # noqa: E402
 from forerun.training import texts as module  # noqa: E402
 from forerun.training.kinds import TRAIN  # noqa: E402
-from forerun.training.synthesize import SynthesizeConfig, synthesize  # noqa: E402
+from forerun.training.plan import SynthesizeConfig  # noqa: E402
+from forerun.training.synthesize import synthesize  # noqa: E402
 from forerun.training.texts import read_texts  # noqa: E402
 
-CONFIG = SynthesizeConfig(12, shard=16, dtype="float32")
+CONFIG = SynthesizeConfig(12, shard=16, batch=8, dtype="float32")
 OPTIONS = {"epochs": 1, "unroll": 2, "draft_vocabulary": 64, "batch": 400, "heads": None}
 
 
@@ -38,7 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, checkpoint: Any) -> Path:
     asked = [
         Prompt(None, f"{'as before, ' * (i % 2)}{i} IJKLM", f"chat/{i % 3}") for i in range(48)
     ]
-    synthesize(checkpoint, asked, folder, CONFIG, batch=8)
+    synthesize(checkpoint, asked, folder, CONFIG)
     return folder
 
 
