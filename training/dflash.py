@@ -76,7 +76,7 @@ def train_dflash(
     training: DFlashTraining,
     settings: Settings,
     say: Callable[[str], None] = lambda line: None,
-) -> None:
+) -> DFlash:
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
     lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say)
     drafter = start(checkpoint, training, lesson, lesson.longest + training.block)
@@ -105,6 +105,7 @@ def train_dflash(
     fit(task, folder, settings, report)
     write(folder, checkpoint, drafter, training, settings)
     finished(folder)
+    return drafter
 
 
 def draw_anchors(text: Text, count: int, draw: torch.Generator) -> Tensor:

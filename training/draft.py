@@ -78,7 +78,7 @@ def train_draft(
     training: DraftTraining,
     settings: Settings,
     say: Callable[[str], None] = lambda line: None,
-) -> None:
+) -> DraftModel:
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
     lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say)
     drafter = start(checkpoint, training, lesson.ids, lesson.longest, settings.seed)
@@ -100,6 +100,7 @@ def train_draft(
     fit(task, folder, settings, report)
     write(folder, checkpoint, drafter, training, settings)
     finished(folder)
+    return drafter
 
 
 @dataclass(frozen=True)
