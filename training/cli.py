@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 PATH = click.Path(path_type=Path)
-KINDS = ["medusa", "eagle", "eagle3", "mtp"]
+KINDS = ["medusa", "eagle", "eagle3", "mtp", "dflash", "draft"]
 """Those of `forerun.training.kinds`, which imports torch; help must not."""
 
 
@@ -17,7 +17,11 @@ KINDS = ["medusa", "eagle", "eagle3", "mtp"]
 @click.argument("target")
 @click.option("--data", type=PATH, required=True, multiple=True, help="Data folder; repeatable.")
 @click.option("-o", "--output", type=PATH, required=True, help="Folder of the drafter.")
-@click.option("--heads", type=click.IntRange(1, 16), help="medusa. Default: 4.")
+@click.option(
+    "--heads",
+    type=click.IntRange(1, 128),
+    help="medusa: default 4. draft: attention heads, by default one for each 64 of the width.",
+)
 @click.option("--layers", type=click.IntRange(1, 8), help="medusa: blocks a head. Default: 3.")
 @click.option(
     "--unroll", type=click.IntRange(1, 16), help="eagle, eagle3, mtp: steps drafted. Default: 5."
@@ -30,7 +34,29 @@ KINDS = ["medusa", "eagle", "eagle3", "mtp"]
 @click.option(
     "--intermediate",
     type=click.IntRange(1),
-    help="eagle, eagle3, mtp: width of the MLP. Default: the target's.",
+    help="Not medusa: width of the MLP. Default: the target's; draft: 8/3 of the width.",
+)
+@click.option("--depth", type=click.IntRange(1, 64), help="dflash, draft: layers. Default: 2.")
+@click.option("--block", type=click.IntRange(2, 64), help="dflash: slots. Default: 8.")
+@click.option(
+    "--feature-layer",
+    "features",
+    type=click.IntRange(-1),
+    multiple=True,
+    callback=lambda _context, _option, given: given or None,
+    help="dflash: a hidden state of the target to read; repeatable. Default: five spread out.",
+)
+@click.option(
+    "--reach",
+    type=click.FloatRange(0, min_open=True),
+    help="dflash: slots over which the loss's weight falls by e. Default: 4 for 8 slots.",
+)
+@click.option("--anchors", type=click.IntRange(1), help="dflash: blocks a text. Default: 16.")
+@click.option("--width", type=click.IntRange(2), help="draft: hidden size. Default: 192.")
+@click.option(
+    "--reading",
+    type=click.FloatRange(0),
+    help="draft: weight of the prompts' tokens against the answers'. Default: 0.1.",
 )
 @click.option("--epochs", type=click.IntRange(1), help="Default: 4.")
 @click.option(

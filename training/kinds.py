@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafters import find_drafter, load_drafter
 from forerun.training.data import read_data
+from forerun.training.dflash import DFlashTraining, spread_layers, train_dflash
+from forerun.training.draft import DraftTraining, train_draft
 from forerun.training.eagle import EagleTraining, feature_layers, train_eagle
 from forerun.training.fit import Settings
 from forerun.training.medusa import MedusaTraining, train_medusa
@@ -53,9 +55,31 @@ def _eagle(
     measure(checkpoint, output, [text for text in texts if text.held_out and text.greedy], say)
 
 
+def _dflash(
+    checkpoint: Checkpoint, data: Sequence[Path], output: Path, options: Options, say: Say
+) -> None:
+    training = _taken(DFlashTraining, options)
+    layers = training.features or spread_layers(checkpoint.config.num_layers)
+    texts = read_texts(checkpoint, data, layers)
+    settings = _taken(Settings, dict(options) | {"betas": (0.9, 0.95)})
+    train_dflash(checkpoint, texts, output, training, settings, say)
+    measure(checkpoint, output, [text for text in texts if text.held_out and text.greedy], say)
+
+
+def _draft(
+    checkpoint: Checkpoint, data: Sequence[Path], output: Path, options: Options, say: Say
+) -> None:
+    texts = read_texts(checkpoint, data, ())
+    settings = _taken(Settings, dict(options) | {"betas": (0.9, 0.95)})
+    train_draft(checkpoint, texts, output, _taken(DraftTraining, options), settings, say)
+    measure(checkpoint, output, [text for text in texts if text.held_out and text.greedy], say)
+
+
 TRAIN: dict[str, Train] = {
     "medusa": _medusa,
     **{kind: partial(_eagle, kind) for kind in ("eagle", "eagle3", "mtp")},
+    "dflash": _dflash,
+    "draft": _draft,
 }
 
 

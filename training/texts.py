@@ -42,19 +42,19 @@ def read_texts(
     checkpoint: Checkpoint, folders: Sequence[Path], layers: Sequence[int], dtype: str = "bfloat16"
 ) -> list[Text]:
     """All texts of the data `folders`, with the target's feature `layers` (`NORMED`, or the layers
-    that they enter). Features are computed once and kept beside the data.
+    that they enter; none: features of no width). They are computed once and kept beside the data.
 
     Raises ForerunError where a folder is no data or another target's, or a shard is damaged.
     """
     check_target(target_digest(folders), checkpoint)
     paths = [path for folder in folders for path in shard_files(folder)]
     missing = [path for path in paths if not _beside(path, layers).exists()]
-    if missing:
+    if layers and missing:
         _compute(checkpoint, missing, layers, dtype)
     texts: list[Text] = []
     for path in paths:
         try:
-            texts += _read(path, _beside(path, layers))
+            texts += _read(path, layers)
         except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
             raise ForerunError(
                 f"{path}: damaged shard, or features of other data: {error}: delete it and run "
@@ -68,17 +68,21 @@ def _beside(path: Path, layers: Sequence[int]) -> Path:
     return path.parent / f"features-{'-'.join(names)}" / path.name
 
 
-def _read(path: Path, beside: Path) -> Iterator[Text]:
-    with safe_open(path, "pt") as file, safe_open(beside, "pt") as more:
+def _read(path: Path, layers: Sequence[int]) -> Iterator[Text]:
+    with safe_open(path, "pt") as file:
         kinds = json.loads(file.metadata()["categories"])
         lengths = file.get_tensor("lengths").tolist()
         prompts = file.get_tensor("prompt_lengths").tolist()
-        tokens = file.get_tensor("tokens").to(torch.int64).split(lengths)
-        features = more.get_tensor("features").split(lengths)
+        tokens = file.get_tensor("tokens").to(torch.int64)
         answers = [length - prompt for length, prompt in zip(lengths, prompts, strict=True)]
         states = file.get_tensor("states").split(answers)
         held_out = (file.get_tensor("held_out") != 0).tolist()
         greedy = (file.get_tensor("temperatures") == 0).tolist()
+    rows = torch.zeros(len(tokens), 0)
+    if layers:
+        with safe_open(_beside(path, layers), "pt") as more:
+            rows = more.get_tensor("features")
+    tokens, features = tokens.split(lengths), rows.split(lengths)
     parts = zip(tokens, prompts, features, states, kinds, held_out, greedy, strict=True)
     for token, prompt, feature, state, kind, held, cold in parts:
         yield Text(token, prompt, feature, state, kind.partition("/")[0], held, cold)
