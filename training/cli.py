@@ -66,16 +66,49 @@ KINDS = ["medusa", "eagle", "eagle3", "mtp", "dflash", "draft"]
 )
 @click.option("--rate", type=click.FloatRange(0, min_open=True), help="Default: 0.001.")
 @click.option("--draft-vocabulary", type=click.IntRange(16), help="Default: 8192.")
+@click.option(
+    "--average",
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Decay of a running mean of the weights, which is kept. Default: none.",
+)
+@click.option(
+    "--patience",
+    type=click.IntRange(1),
+    help="End after so many epochs without a better held-out tau; keep the best. Default: never.",
+)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: bfloat16.")
 @click.option("--seed", type=click.IntRange(0), help="Default: 0.")
+@click.option(
+    "--bundle",
+    type=PATH,
+    help="A bundle with a drafter of this shape: what it costs here predicts the speedup.",
+)
+@click.option(
+    "--sweep",
+    multiple=True,
+    metavar="NAME=N,N",
+    help="Train and compile each of several sizes, as in intermediate=384,768; repeatable.",
+)
 def train_command(
-    kind: str, target: str, data: tuple[Path, ...], output: Path, **given: Any
+    kind: str,
+    target: str,
+    data: tuple[Path, ...],
+    output: Path,
+    bundle: Path | None,
+    sweep: tuple[str, ...],
+    **given: Any,
 ) -> None:
     """Trains a drafter of KIND for TARGET on its own answers, and measures it on held-out ones.
 
-    A killed run goes on from its last checkpoint.
+    A killed run goes on from its last checkpoint. Started by torchrun, several processes train
+    together.
     """
     from forerun.models.checkpoint import load_checkpoint
-    from forerun.training.kinds import TRAIN
+    from forerun.training.kinds import sweep_sizes, train
 
-    TRAIN[kind](load_checkpoint(target), data, output, given, click.echo)
+    checkpoint = load_checkpoint(target)
+    if sweep:
+        sweep_sizes(kind, target, checkpoint, data, output, given, sweep, click.echo)
+    else:
+        train(kind, checkpoint, data, output, given, click.echo, bundle)
     click.echo(f"{output}: done")

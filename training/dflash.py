@@ -27,7 +27,7 @@ from forerun.models.drafter import NORMED
 from forerun.models.drafter_folder import vocabulary_tensors
 from forerun.models.drafters import vocabulary_matrix
 from forerun.training.eagle import target_layer
-from forerun.training.fit import Settings, Task, finished, fit
+from forerun.training.fit import Settings, Task, Worth, fit
 from forerun.training.lesson import Lesson, pack, progress_line
 from forerun.training.published import by_published_names, layered
 from forerun.training.texts import Text
@@ -76,6 +76,7 @@ def train_dflash(
     training: DFlashTraining,
     settings: Settings,
     say: Callable[[str], None] = lambda line: None,
+    worth: Worth | None = None,
 ) -> DFlash:
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
     lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say)
@@ -98,13 +99,12 @@ def train_dflash(
         found = sums.detach() / counts.clamp(min=1)
         return total, torch.cat([found, right / known.clamp(min=1)])
 
-    def report(number: int, figures: Tensor) -> None:
-        say(progress_line(number, figures))
+    def save(where: Path, trained: DFlash) -> None:
+        write(where, checkpoint, trained, training, settings)
 
-    task = Task(drafter, len(groups), epoch, loss, f"{asdict(training)} {lesson.facts}")
-    fit(task, folder, settings, report)
-    write(folder, checkpoint, drafter, training, settings)
-    finished(folder)
+    facts = f"{asdict(training)} {lesson.facts}"
+    task = Task(drafter, len(groups), epoch, loss, facts, progress_line, save)
+    fit(task, folder, settings, say, worth)
     return drafter
 
 

@@ -24,7 +24,7 @@ from forerun.models.draft_folder import save_draft_model
 from forerun.models.draft_layer import DraftLayerConfig
 from forerun.models.draft_model import DraftModel
 from forerun.models.weights import tensor_shapes
-from forerun.training.fit import Settings, Task, finished, fit
+from forerun.training.fit import Settings, Task, Worth, fit
 from forerun.training.lesson import Lesson, pack
 from forerun.training.published import by_published_names, layered
 from forerun.training.texts import Text
@@ -78,6 +78,7 @@ def train_draft(
     training: DraftTraining,
     settings: Settings,
     say: Callable[[str], None] = lambda line: None,
+    worth: Worth | None = None,
 ) -> DraftModel:
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
     lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say)
@@ -92,14 +93,15 @@ def train_draft(
         figures = torch.stack([answers.detach(), prompts.detach(), right])
         return answers + training.reading * prompts, figures
 
-    def report(number: int, figures: Tensor) -> None:
+    def told(number: int, figures: Tensor) -> str:
         answers, prompts, right = figures.tolist()
-        say(f"epoch {number}: loss {answers:.3f}, of prompts {prompts:.3f}; right: {right:.3f}")
+        return f"epoch {number}: loss {answers:.3f}, of prompts {prompts:.3f}; right: {right:.3f}"
 
-    task = Task(drafter, len(groups), epoch, loss, f"{asdict(training)} {lesson.facts}")
-    fit(task, folder, settings, report)
-    write(folder, checkpoint, drafter, training, settings)
-    finished(folder)
+    def save(where: Path, trained: DraftModel) -> None:
+        write(where, checkpoint, trained, training, settings)
+
+    facts = f"{asdict(training)} {lesson.facts}"
+    fit(Task(drafter, len(groups), epoch, loss, facts, told, save), folder, settings, say, worth)
     return drafter
 
 

@@ -19,7 +19,7 @@ from forerun.models.eagle import Eagle, Eagle3, EagleConfig
 from forerun.models.eagle_folder import save_eagle
 from forerun.models.mtp import Mtp
 from forerun.models.mtp_folder import save_mtp
-from forerun.training.fit import Settings, Task, finished, fit
+from forerun.training.fit import Settings, Task, Worth, fit
 from forerun.training.lesson import Lesson, pack, progress_line
 from forerun.training.published import LAYER_NAMES, by_published_names
 from forerun.training.texts import Text
@@ -57,6 +57,7 @@ def train_eagle(
     training: EagleTraining,
     settings: Settings,
     say: Callable[[str], None] = lambda line: None,
+    worth: Worth | None = None,
 ) -> None:
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
     lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say)
@@ -70,18 +71,17 @@ def train_eagle(
         share = right / counts.clamp(min=1)
         return (found * weights).sum(), torch.cat([found.detach(), share])
 
-    def report(epoch: int, figures: Tensor) -> None:
-        say(progress_line(epoch, figures))
-
     groups = pack(lesson.texts, training.batch)
 
     def epoch(draw: torch.Generator) -> list[list[Text]]:
         return [groups[i] for i in torch.randperm(len(groups), generator=draw).tolist()]
 
-    task = Task(drafter, len(groups), epoch, loss, f"{asdict(training)} {lesson.facts}")
-    fit(task, folder, settings, report)
-    write(folder, checkpoint, drafter, lesson.ids, training, settings)
-    finished(folder)
+    def save(where: Path, trained: Eagle) -> None:
+        write(where, checkpoint, trained, lesson.ids, training, settings)
+
+    facts = f"{asdict(training)} {lesson.facts}"
+    task = Task(drafter, len(groups), epoch, loss, facts, progress_line, save)
+    fit(task, folder, settings, say, worth)
 
 
 def start(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +20,11 @@ from forerun.progress import progress
 from forerun.training import ranks
 
 CHECKPOINT = "training.pt"
+TRIAL = "trial"
+"""Where an epoch's drafter is written to be measured."""
 B = TypeVar("B")
+Worth = Callable[[Path], float]
+"""How good the drafter in a folder is on what is held out: tokens a step."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class Task(Generic[B]):
     """Names the data and the sizes: a checkpoint of other facts is not gone on from."""
     told: Callable[[int, Tensor], str]
     """The line that reports an epoch, from 1 on, with the mean of its figures."""
+    save: Callable[[Path, Any], None]
+    """Writes a drafter's folder from the module, or from a copy of it."""
 
 
 @dataclass
@@ -78,13 +85,14 @@ def fit(
     folder: Path,
     settings: Settings,
     say: Callable[[str], None] = lambda line: None,
-    score: Callable[[nn.Module], float] | None = None,
+    worth: Worth | None = None,
 ) -> None:
-    """Trains `task.module` in place; a killed run goes on from its last checkpoint, exactly.
+    """Trains `task.module` in place and writes its drafter into `folder`.
 
-    `score` says after each epoch how good a copy of the module is on what is held out. Under
-    torchrun every process takes its share of an epoch's batches, and steps along the mean of all
-    gradients. Raises ForerunError where an epoch has fewer batches than there are processes.
+    A killed run goes on from its last checkpoint, exactly. `worth` measures each epoch's drafter.
+    Under torchrun every process takes its share of an epoch's batches, and steps along the mean of
+    all gradients; the first one writes. Raises ForerunError where an epoch has fewer batches than
+    there are processes.
     """
     run = _Run(task, folder, settings)
     total = run.steps * settings.epochs
@@ -97,15 +105,13 @@ def fit(
             if not rest:
                 assert run.figures is not None
                 say(task.told(epoch, ranks.mean(run.figures) / run.steps))
-                run.judge(epoch, score, say)
+                run.judge(epoch, worth, say)
             if run.step % settings.save_every == 0 or run.ended():
                 run.save()
     run.keep()
-
-
-def finished(folder: Path) -> None:
-    """Lets go of the checkpoint, once the drafter itself is written."""
-    (folder / CHECKPOINT).unlink(missing_ok=True)
+    if not ranks.rank():
+        task.save(folder, task.module)
+        run.path.unlink(missing_ok=True)
 
 
 def schedule(done: float, warmup: float) -> float:
@@ -179,14 +185,20 @@ class _Run:
     def judge(
         self,
         epoch: int,
-        score: Callable[[nn.Module], float] | None,
+        worth: Worth | None,
         say: Callable[[str], None],
     ) -> None:
-        """Scores what would be kept, and remembers it where no epoch before was better."""
-        if score is None:
+        """Measures what would be kept, and remembers it where no epoch before was better."""
+        if worth is None:
             return
         module = self.module if self.average is None else self.average.module
-        found = ranks.of_first(score(module) if ranks.rank() == 0 else 0.0)
+        found = 0.0
+        if not ranks.rank():
+            trial = self.path.with_name(TRIAL)
+            self.task.save(trial, module)
+            found = worth(trial)
+            shutil.rmtree(trial)
+        found = ranks.of_first(found)
         say(f"epoch {epoch}: held-out tau {found:.3f}")
         if found > self.best.score and self.settings.patience is not None:
             weights = {name: w.detach().clone() for name, w in module.state_dict().items()}

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
+from forerun.errors import ForerunError
 from forerun.training.simulate import Played
 from forerun.training.worth import Costs
 
+RESULTS = "sweep.json"
 Point = Mapping[str, int]
 """Options by name, such as {"intermediate": 768}."""
+Row = dict[str, Any]
+"""A drafter and a tree's size: the point, tau, and what a step costs."""
 
 
-@dataclass(frozen=True)
-class Sized:
-    """A trained drafter, played on held-out answers, and its bundle's costs."""
-
-    point: Point
-    parameters: int
-    played: Mapping[int, Played]
-    """Nodes -> all held-out answers."""
-    costs: Costs
-
-    def speedup(self, nodes: int) -> float:
-        """What is to be expected of `forerun bench`."""
-        return self.costs.speedup(self.played[nodes].tau, nodes)
+def axes_of(words: Sequence[str], known: Sequence[str]) -> dict[str, list[int]]:
+    """`name=1,2,3` each -> values by name; ForerunError for a name that is not `known`."""
+    axes: dict[str, list[int]] = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in known:
+            raise ForerunError(f"--sweep {word}: choose one of {', '.join(sorted(known))}")
+        try:
+            axes[name] = [int(value) for value in values.split(",")]
+        except ValueError:
+            raise ForerunError(f"--sweep {word}: give whole numbers, as in {name}=1,2") from None
+    return axes
 
 
 def points(axes: Mapping[str, Sequence[int]]) -> Iterator[Point]:
@@ -37,60 +42,98 @@ def points(axes: Mapping[str, Sequence[int]]) -> Iterator[Point]:
         yield dict(zip(axes, values, strict=True))
 
 
-def place(output: Path, point: Point) -> Path:
-    """The folder of a point's drafter."""
-    return output / ",".join(f"{name}={value}" for name, value in point.items())
-
-
 def sweep(
     axes: Mapping[str, Sequence[int]],
     output: Path,
-    train: Callable[[Point, Path], Sized],
+    facts: Mapping[str, Any],
+    train: Callable[[Point, Path], Mapping[int, Played]],
+    build: Callable[[Path], Costs],
     say: Callable[[str], None],
-) -> list[Sized]:
-    """Trains every point into a folder of its own; reports the table, best speedup first."""
-    found = []
+) -> list[Row]:
+    """Makes every point's drafter in a folder of its own, best predicted speedup first.
+
+    `train` writes a drafter and plays it on held-out answers, by the tree's size; `build` compiles
+    it and measures the bundle. A point that is finished is not made again; ForerunError where
+    `output` holds those of other `facts`.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    rows = _finished(output / RESULTS, facts)
     for point in points(axes):
-        folder = place(output, point)
+        if any(point.items() <= row.items() for row in rows):
+            continue
+        folder = output / ",".join(f"{name}={value}" for name, value in point.items())
         say(f"sweep: {folder.name}")
-        found.append(train(point, folder))
-    for line in table(found):
-        say(line)
-    write(output / "sweep.json", found)
-    return found
+        played = train(point, folder)
+        if not played:
+            raise ForerunError("no greedy answer is held out: a sweep has nothing to compare by")
+        costs = build(folder)
+        rows += [
+            row(point, parameters(folder), nodes, part, costs) for nodes, part in played.items()
+        ]
+        _write(output / RESULTS, facts, rows)
+    return sorted(rows, key=lambda row: -row["predicted_speedup"])
 
 
-def table(found: Sequence[Sized]) -> Iterator[str]:
-    """One line a drafter and tree, best predicted speedup first."""
-    yield "size | M parameters | nodes | tau | accepted to depth | draft, ms | step, ms | speedup"
-    rows = [(sized, nodes) for sized in found for nodes in sized.played]
-    for sized, nodes in sorted(rows, key=lambda row: -row[0].speedup(row[1])):
-        name = ", ".join(f"{key} {value}" for key, value in sized.point.items())
-        depths = " ".join(f"{share:.2f}" for share in sized.played[nodes].acceptance_by_depth)
-        yield (
-            f"{name} | {sized.parameters / 1e6:.1f} | {nodes} | {sized.played[nodes].tau:.2f} | "
-            f"{depths} | {sized.costs.draft(nodes):.1f} | {sized.costs.step[nodes]:.1f} | "
-            f"{sized.speedup(nodes):.2f}"
-        )
+def row(point: Point, weights: int, nodes: int, played: Played, costs: Costs) -> Row:
+    """A drafter with a tree of `nodes` nodes."""
+    return {
+        **point,
+        "parameters": weights,
+        "nodes": nodes,
+        "tau": played.tau,
+        "acceptance_by_depth": played.acceptance_by_depth,
+        "plain_ms": costs.plain,
+        "draft_ms": costs.draft(nodes),
+        "step_ms": costs.step[nodes],
+        "predicted_speedup": costs.speedup(played.tau, nodes),
+    }
 
 
-def write(path: Path, found: Sequence[Sized]) -> None:
-    """The same for programs."""
-    rows: list[dict[str, Any]] = [
-        {
-            **sized.point,
-            "parameters": sized.parameters,
-            "nodes": nodes,
-            "tau": played.tau,
-            "acceptance_by_depth": played.acceptance_by_depth,
-            "plain_ms": sized.costs.plain,
-            "draft_ms": sized.costs.draft(nodes),
-            "step_ms": sized.costs.step[nodes],
-            "predicted_speedup": sized.speedup(nodes),
-        }
-        for sized in found
-        for nodes, played in sized.played.items()
-    ]
+def table(rows: Sequence[Row], axes: Sequence[str]) -> Iterator[str]:
+    """The rows for people."""
+    names = [*axes, "M parameters", "nodes", "tau", "by depth", "draft, ms", "step, ms", "speedup"]
+    yield " | ".join(names)
+    for found in rows:
+        cells = [
+            *(str(found[name]) for name in axes),
+            f"{found['parameters'] / 1e6:.2f}",
+            str(found["nodes"]),
+            f"{found['tau']:.2f}",
+            " ".join(f"{share:.2f}" for share in found["acceptance_by_depth"]),
+            f"{found['draft_ms']:.1f}",
+            f"{found['step_ms']:.1f}",
+            f"{found['predicted_speedup']:.2f}",
+        ]
+        yield " | ".join(cells)
+
+
+def parameters(folder: Path) -> int:
+    """Floating-point numbers in the folder's weights."""
+    count = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "np") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                if part.get_dtype().startswith(("F", "BF")):
+                    size = 1
+                    for length in part.get_shape():
+                        size *= length
+                    count += size
+    return count
+
+
+def _finished(path: Path, facts: Mapping[str, Any]) -> list[Row]:
+    if not path.exists():
+        return []
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    if saved["facts"] != json.loads(json.dumps(facts)):
+        raise ForerunError(f"{path}: a sweep with other settings: choose another folder")
+    rows: list[Row] = saved["rows"]
+    return rows
+
+
+def _write(path: Path, facts: Mapping[str, Any], rows: Sequence[Row]) -> None:
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps({"facts": facts, "rows": rows}, indent=1)
+    part.write_text(text + "\n", encoding="utf-8")
     part.replace(path)

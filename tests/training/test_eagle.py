@@ -161,6 +161,6 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
 
 def test_the_command_line_offers_every_kind() -> None:
     from forerun.training.cli import KINDS as offered
-    from forerun.training.kinds import TRAIN
+    from forerun.training.kinds import KINDS
 
-    assert offered == list(TRAIN)
+    assert offered == list(KINDS)

@@ -43,7 +43,17 @@ def task_of(net: nn.Module) -> Task[tuple[Tensor, Tensor]]:
     def told(number: int, figures: Tensor) -> str:
         return f"epoch {number}: {figures.tolist()[0]:.6f}"
 
-    return Task(net, BATCHES, epoch, loss, "regression", told)
+    def save(folder: Path, trained: nn.Module) -> None:
+        folder.mkdir(exist_ok=True)
+        torch.save(trained.state_dict(), folder / "net.pt")
+
+    return Task(net, BATCHES, epoch, loss, "regression", told, save)
+
+
+def written(folder: Path) -> nn.Module:
+    net = fresh()
+    net.load_state_dict(torch.load(folder / "net.pt"))
+    return net
 
 
 def fresh() -> nn.Module:
@@ -107,14 +117,16 @@ def test_training_ends_when_the_score_rises_no_more(tmp_path: Path, average: flo
     settings = replace(SETTINGS, epochs=9, patience=2, average=average)
     scores, seen = [1.0, 3.0, 2.0, 3.0, 9.0, 9.0, 9.0, 9.0, 9.0], []
 
-    def score(net: nn.Module) -> float:
-        seen.append([w.detach().clone() for w in net.parameters()])
+    def score(folder: Path) -> float:
+        seen.append([w.detach().clone() for w in written(folder).parameters()])
         return scores[len(seen) - 1]
 
     net, lines = fresh(), []
     fit(task_of(net), tmp_path, settings, lines.append, score)
     assert len(seen) == 4
     assert_weights(net, seen[1])
+    assert_weights(written(tmp_path), seen[1])
+    assert {path.name for path in tmp_path.iterdir()} == {"net.pt"}
     assert [line for line in lines if "tau" in line][1] == "epoch 2: held-out tau 3.000"
     if not average:
         assert_weights(net, written_out(settings)[0][2 * BATCHES - 1])
@@ -122,7 +134,9 @@ def test_training_ends_when_the_score_rises_no_more(tmp_path: Path, average: flo
 
 def test_without_patience_the_last_weights_are_kept(tmp_path: Path) -> None:
     net = fresh()
-    fit(task_of(net), tmp_path, SETTINGS, score=lambda _: -float(len([*tmp_path.iterdir()])))
+    scores = [3.0, 2.0, 1.0]
+    fit(task_of(net), tmp_path, SETTINGS, worth=lambda _: scores.pop(0))
+    assert not scores
     assert_weights(net, written_out(SETTINGS)[0][-1])
 
 
@@ -136,9 +150,10 @@ def test_killed_anywhere_it_ends_as_if_it_had_not_been(
 ) -> None:
     """At every single update, and again two updates later."""
 
-    def score(net: nn.Module) -> float:
+    def score(folder: Path) -> float:
         x = torch.ones(1, 5)
-        return -float((net(x) - torch.tensor([[5.0, 1.0]])).abs().sum())
+        off = written(folder)(x) - torch.tensor([[5.0, 1.0]])
+        return -float(off.detach().abs().sum())
 
     whole, lines = fresh(), []
     fit(task_of(whole), tmp_path / "whole", settings, lines.append, score)
@@ -158,7 +173,7 @@ def test_killed_anywhere_it_ends_as_if_it_had_not_been(
         folder = tmp_path / str(place)
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
-                fit(task_of(fresh()), folder, settings, score=score)
+                fit(task_of(fresh()), folder, settings, worth=score)
         again, told = fresh(), []
         fit(task_of(again), folder, settings, told.append, score)
         assert_weights(again, [w.detach() for w in whole.parameters()])
@@ -166,11 +181,17 @@ def test_killed_anywhere_it_ends_as_if_it_had_not_been(
 
 
 def test_another_runs_checkpoint_is_not_gone_on_from(tmp_path: Path) -> None:
-    fit(task_of(fresh()), tmp_path, replace(SETTINGS, epochs=1))
+    task = task_of(fresh())
+    with pytest.raises(OSError, match="full"):  # what was trained is there all the same
+        fit(replace(task, save=full), tmp_path, replace(SETTINGS, rate=0.01))
     assert (tmp_path / CHECKPOINT).exists()
     net = fresh()
     fit(task_of(net), tmp_path, SETTINGS)
     assert_weights(net, written_out(SETTINGS)[0][-1])
+
+
+def full(folder: Path, trained: nn.Module) -> None:
+    raise OSError("full")
 
 
 WORKER = """
@@ -191,7 +212,8 @@ with ranks.joined():
         Path(sys.argv[1], "first").touch()
     assert seen == (ranks.rank() > 0)
     fit(test_fit.task_of(net), Path(sys.argv[1]), settings, lines.append)
-    torch.save([[w.detach() for w in net.parameters()], lines], Path(sys.argv[1], f"{{ranks.rank()}}.pt"))
+    weights = [w.detach() for w in net.parameters()]
+    torch.save([weights, lines], Path(sys.argv[1], f"{{ranks.rank()}}.pt"))
 """
 
 
@@ -204,10 +226,10 @@ def test_two_processes_step_along_the_mean_of_their_gradients(tmp_path: Path) ->
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-             "--master-port", str(port), str(script), str(tmp_path), str(SETTINGS.epochs)]  # fmt: skip
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words = ["--master-port", str(port), str(script), str(tmp_path), str(SETTINGS.epochs)]
     done = subprocess.run(
-        words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [*run, *words], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr[-2000:]
     trail, losses = written_out(SETTINGS, share=2)
