@@ -59,6 +59,18 @@ class DFlashTraining:
     """Padded tokens of context a step."""
 
 
+def features_read(training: DFlashTraining, layers: int) -> tuple[int, ...]:
+    """Those asked for, or the default, of a target of so many layers."""
+    features = training.features or spread_layers(layers)
+    for layer in features:
+        if not NORMED <= layer <= layers:
+            raise ForerunError(
+                f"--feature-layer {layer}: the target's hidden states are numbered from 0, what "
+                f"enters the first layer, to {layers}, and {NORMED} after the final norm"
+            )
+    return features
+
+
 def spread_layers(layers: int, count: int = 5) -> tuple[int, ...]:
     """`count` of the target's hidden states, from the second layer's input to the last one's."""
     return tuple(sorted({1 + i * (layers - 2) // (count - 1) for i in range(count)}))
@@ -203,18 +215,11 @@ def start(
     special tokens.
     """
     target, ids = checkpoint.config, lesson.ids
-    features = training.features or spread_layers(target.num_layers)
-    wrong = [layer for layer in features if not NORMED <= layer <= target.num_layers]
-    if wrong:
-        raise ForerunError(
-            f"--feature-layer {wrong[0]}: the target's hidden states are numbered from 0, what "
-            f"enters the first layer, to {target.num_layers}, and {NORMED} after the final norm"
-        )
     width = training.intermediate or target.intermediate_size
     config = DFlashConfig(
         layer=replace(DraftLayerConfig.of(target), intermediate_size=width),
         num_layers=training.depth,
-        feature_layers=features,
+        feature_layers=features_read(training, target.num_layers),
         block_size=training.block,
         mask_token_id=int(lesson.frequencies.argmin()),
         budget=min(BUDGET, len(ids)),
