@@ -152,12 +152,12 @@ class DraftModel(Drafter):
         return self.gamma
 
     def options(self) -> dict[str, int | float | str]:
-        reduced = {} if self.ids is None else {"vocabulary": len(self.ids)}
-        return reduced | {
+        return {
             "gamma": self.gamma,
             "acceptance": self.acceptance,
             "layers": self.config.num_layers,
             "hidden_size": self.config.hidden_size,
+            "vocabulary": "whole" if self.ids is None else len(self.ids),
         }
 
     def _write(self, committed: Committed, states: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -60,9 +60,8 @@ def choose_rejecting(
     """
     logits = logits.to(torch.float32)
     parameters = (sampling.temperature, sampling.top_k, sampling.top_p)
-    operands = (logits, q, *parameters, uniforms, children)
-    if columns is not None:
-        operands = (*operands, columns)
+    reduced = () if columns is None else (columns,)
+    operands = (logits, q, *parameters, uniforms, children, *reduced)
     if not branching:
         return _chosen(*operands)
     return branch(sampling.temperature.amax(0) > 0, _chosen, _greedy_choice, operands)

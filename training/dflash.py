@@ -59,6 +59,18 @@ class DFlashTraining:
     """Padded tokens of context a step."""
 
 
+def features_read(training: DFlashTraining, layers: int) -> tuple[int, ...]:
+    """Those asked for, or the default, of a target of so many layers."""
+    features = training.features or spread_layers(layers)
+    for layer in features:
+        if not NORMED <= layer <= layers:
+            raise ForerunError(
+                f"--feature-layer {layer}: the target's hidden states are numbered from 0, what "
+                f"enters the first layer, to {layers}, and {NORMED} after the final norm"
+            )
+    return features
+
+
 def spread_layers(layers: int, count: int = 5) -> tuple[int, ...]:
     """`count` of the target's hidden states, from the second layer's input to the last one's."""
     return tuple(sorted({1 + i * (layers - 2) // (count - 1) for i in range(count)}))
@@ -119,10 +131,10 @@ class Blocks:
     """B texts, padded; R blocks of n slots each, side by side. Padding blocks know nothing."""
 
     features: Tensor  # [B, C, F]
+    states: Tensor  # [B, m, H]: what chose answer token 0, 1, ...
     tokens: Tensor  # [B, R * n] int64: anchors and masks
     at: Tensor  # [B, R * n] int64: the position of each slot's anchor
     truth: Tensor  # [B, R * n] int64: the token at each slot's own position
-    states: Tensor  # [B, m, H]: what chose answer token 0, 1, ...
     ahead: Tensor  # [B, R * n] int64: which answer token a slot predicts
     known: Tensor  # [B, R * n] bool: slots that predict one, the anchors' not
 
@@ -150,10 +162,8 @@ def blocks_of(group: Sequence[Anchored], config: DFlashConfig) -> Blocks:
         ahead[row] = (positions - text.prompt).clamp(max=answer - 1)
         known[row, :real, 1:] = positions[:real, 1:] < n
         tokens[row, :, 0] = truth[row, :, 0]
-    return Blocks(
-        features, *(x.flatten(1) for x in (tokens, at, truth)), states, ahead.flatten(1),
-        known.flatten(1),
-    )  # fmt: skip
+    flat = (x.flatten(1) for x in (tokens, at, truth, ahead, known))
+    return Blocks(features, states, *flat)
 
 
 def read_blocks(drafter: DFlash, blocks: Blocks, vocabulary: Columns) -> Tensor:
@@ -192,8 +202,8 @@ def losses(
         right = hit.reshape(-1, slots)[:, 1:].cumprod(1)
     entropy = torch.zeros(usable.shape, dtype=torch.float32)
     entropy[usable] = -(wanted * logits.log_softmax(-1)).sum(-1)
-    by_slot = (part.reshape(-1, slots)[:, 1:].sum(0) for part in (entropy, usable))
-    return *by_slot, right.sum(0), known.sum(0)
+    sums, counts = (x.reshape(-1, slots)[:, 1:].sum(0) for x in (entropy, usable))
+    return sums, counts, right.sum(0), known.sum(0)
 
 
 def start(
@@ -205,18 +215,11 @@ def start(
     special tokens.
     """
     target, ids = checkpoint.config, lesson.ids
-    features = training.features or spread_layers(target.num_layers)
-    wrong = [layer for layer in features if not NORMED <= layer <= target.num_layers]
-    if wrong:
-        raise ForerunError(
-            f"--feature-layer {wrong[0]}: the target's hidden states are numbered from 0, what "
-            f"enters the first layer, to {target.num_layers}, and {NORMED} after the final norm"
-        )
     width = training.intermediate or target.intermediate_size
     config = DFlashConfig(
         layer=replace(DraftLayerConfig.of(target), intermediate_size=width),
         num_layers=training.depth,
-        feature_layers=features,
+        feature_layers=features_read(training, target.num_layers),
         block_size=training.block,
         mask_token_id=int(lesson.frequencies.argmin()),
         budget=min(BUDGET, len(ids)),

@@ -14,7 +14,7 @@ from forerun.models.drafter import Drafter
 from forerun.models.drafters import find_drafter, load_drafter
 from forerun.training import ranks
 from forerun.training.data import read_data
-from forerun.training.dflash import DFlashTraining, spread_layers, train_dflash
+from forerun.training.dflash import DFlashTraining, features_read, train_dflash
 from forerun.training.draft import DraftTraining, train_draft
 from forerun.training.eagle import EagleTraining, feature_layers, train_eagle
 from forerun.training.fit import Settings, Worth
@@ -69,7 +69,7 @@ def _dflash(
     checkpoint: Checkpoint, data: Sequence[Path], output: Path, options: Options, say: Say
 ) -> Sequence[Text]:
     training = _taken(DFlashTraining, options)
-    layers = training.features or spread_layers(checkpoint.config.num_layers)
+    layers = features_read(training, checkpoint.config.num_layers)
     texts = _texts(checkpoint, data, layers)
     settings = _taken(Settings, dict(options) | {"betas": (0.9, 0.95)})
     train_dflash(checkpoint, texts, output, training, settings, say, _worth(checkpoint, texts))

@@ -78,12 +78,12 @@ def _read(path: Path, layers: Sequence[int]) -> Iterator[Text]:
         states = file.get_tensor("states").split(answers)
         held_out = (file.get_tensor("held_out") != 0).tolist()
         greedy = (file.get_tensor("temperatures") == 0).tolist()
-    rows = torch.zeros(len(tokens), 0)
+    features = torch.zeros(len(tokens), 0)
     if layers:
         with safe_open(_beside(path, layers), "pt") as more:
-            rows = more.get_tensor("features")
-    tokens, features = tokens.split(lengths), rows.split(lengths)
-    parts = zip(tokens, prompts, features, states, kinds, held_out, greedy, strict=True)
+            features = more.get_tensor("features")
+    felt = torch.split(features, lengths)
+    parts = zip(tokens.split(lengths), prompts, felt, states, kinds, held_out, greedy, strict=True)
     for token, prompt, feature, state, kind, held, cold in parts:
         yield Text(token, prompt, feature, state, kind.partition("/")[0], held, cold)
 
