@@ -152,7 +152,7 @@ class _Run:
             betas=settings.betas,
             weight_decay=settings.weight_decay,
         )
-        mean = get_ema_multi_avg_fn(settings.average)
+        mean = get_ema_multi_avg_fn(settings.average)  # type: ignore[no-untyped-call]
         self.average = AveragedModel(self.module, multi_avg_fn=mean) if settings.average else None
         self.step = 0
         self.figures: Tensor | None = None
@@ -266,4 +266,5 @@ def _step(
     loss.backward()
     nn.utils.clip_grad_norm_(loss_of.parameters(), settings.clip)
     optimiser.step()
-    return figures.detach()
+    detached: Tensor = figures.detach()
+    return detached
