@@ -113,19 +113,22 @@ def _replacement(bundle: Bundle, options: SwapOptions, say: Say) -> Replacement 
     """What the swap will write; None where the bundle holds that drafter already."""
     manifest = bundle.manifest
     source = _source(bundle, options.drafter)
-    changed = recipe(manifest.setting, source)
-    if changed == manifest.recipe:
+    compiled = recipe(manifest.setting, source)
+    # What compiling would not give, since the trees are others, has a recipe of its own.
+    fitted = recipe(f"{manifest.setting} {manifest.drafter.options}", source)
+    if manifest.recipe in (compiled, fitted):
         return None
     say(f"reading the target and the drafter {source.name}")
     drafter, own = _of_the_bundles_form(bundle, source, _checkpoint(bundle, options.target))
     if not own:
         say("its own best trees need other heads or choices than were compiled: those are kept")
-        changed = recipe(f"{manifest.setting} {manifest.drafter.options}", source)
     trees = draft_trees(sorted(map(int, manifest.trees)), drafter)
     facts = drafter_facts(source, drafter)
     drafter = PRECISIONS[manifest.precision].drafter(drafter)
     weights = {name: weight.detach().numpy() for name, weight in drafter.state_dict().items()}
-    return Replacement(replace(manifest, drafter=facts, trees=trees, recipe=changed), weights)
+    return Replacement(
+        replace(manifest, drafter=facts, trees=trees, recipe=compiled if own else fitted), weights
+    )
 
 
 def _source(bundle: Bundle, name: str) -> DrafterSource:

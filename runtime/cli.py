@@ -194,6 +194,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
                 "stop ids": ", ".join(map(str, target.stop_ids)),
                 "drafter": f"{drafter.name} ({drafter.kind})",
                 **{f"  {name}": value for name, value in drafter.options.items()},
+                "  digest": drafter.digest[:16],
                 "engine": f"{engine.kind} {engine.device or ''}".strip(),
                 **{f"  {name}": version for name, version in engine.versions.items()},
                 "precision": manifest.precision,

@@ -279,6 +279,8 @@ def test_trees_of_other_heads_and_choices_are_made_of_what_was_compiled(bundle, 
     new = swapped.manifest
     assert new.drafter.options == old.drafter.options and new.pending == old.pending
     assert any("are kept" in line for line in lines)
+    before = content(bundle)
+    assert not swap(bundle, str(deep), options).changed and content(bundle) == before
     for size, tree in new.trees.items():
         assert tree is not None and tree.nodes == int(size) and tree.depth < new.pending
     for runs in answers(bundle):
