@@ -1,57 +1,31 @@
 """Another drafter in a compiled bundle, without exporting or building again.
 
 The new drafter is loaded, trimmed and rounded as `forerun.compiler.pipeline` does it. Where its
-form is the compiled one's, the graph is the same, and only the content of its weights differs: it
-is written to a new file, with a graph that refers to it, and the manifest is replaced last. Until
-then the bundle is the old one, from then on the new one; a killed swap leaves files that no
-manifest lists, and the next one removes them.
+form is the compiled one's, the graph is the same, and only the content of its weights differs.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import re
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import onnx_ir as ir
-from numpy.typing import NDArray
-
-from forerun.compiler.initializers import DRAFTER_DATA, drafter_weights, save_with_drafter
 from forerun.compiler.options import recipe
-from forerun.compiler.pipeline import (
-    ENGINE_FILE,
-    FORM_FILE,
-    ONNX_FILE,
-    draft_trees,
-    drafter_facts,
-)
+from forerun.compiler.pipeline import FORM_FILE, draft_trees, drafter_facts
 from forerun.compiler.precision import PRECISIONS
 from forerun.compiler.staging import check_destination, put_in_place, staging
+from forerun.compiler.swap_files import Array, alone, copy_bundle, write_drafter
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import SHIPPED, Checkpoint, load_checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.drafters import FOLDERLESS, DrafterSource, find_drafter, load_drafter
 from forerun.models.form import difference, form
-from forerun.runtime.bundle import (
-    MANIFEST,
-    Bundle,
-    file_facts,
-    load_bundle,
-    read_manifest,
-    replace_manifest,
-)
+from forerun.runtime.bundle import Bundle, load_bundle
 from forerun.runtime.engine import BUILD_ONLY
 from forerun.runtime.manifest import Manifest
 
 Say = Callable[[str], None]
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -89,24 +63,25 @@ def swap_drafter(options: SwapOptions, say: Say = lambda line: None) -> Swapped:
     Raises ForerunError, with the bundle as it was, where the drafter is of another kind or form,
     the target another one, the engine not refittable, or the disk full.
     """
-    source, output = options.bundle, options.output
-    if output is None or output.resolve() == source.resolve():
-        with _alone(source):
-            bundle = load_bundle(source)
-            new = _replacement(bundle, options, say)
-            manifest = bundle.manifest if new is None else _write(bundle, new, say)
-        return Swapped(source, manifest, new is not None)
+    output = options.output
+    if output is None or output.resolve() == options.bundle.resolve():
+        with alone(options.bundle):
+            bundle = load_bundle(options.bundle)
+            return _swapped(bundle, _replacement(bundle, options, say))
     check_destination(output)
-    bundle = load_bundle(source)
+    bundle = load_bundle(options.bundle)
     new = _replacement(bundle, options, say)
     with staging(output) as folder:
-        copy = _copy(bundle, folder)
-        manifest = bundle.manifest if new is None else _write(copy, new, say)
+        swapped = _swapped(copy_bundle(bundle, folder), new)
         put_in_place(folder, output)
-    return Swapped(output, manifest, new is not None)
+    return replace(swapped, path=output)
 
 
-# --- what comes into the bundle -----------------------------------------------------------------
+def _swapped(bundle: Bundle, new: Replacement | None) -> Swapped:
+    if new is None:
+        return Swapped(bundle.path, bundle.manifest, changed=False)
+    manifest = write_drafter(bundle, new.manifest, new.weights)
+    return Swapped(bundle.path, manifest, changed=True)
 
 
 def _replacement(bundle: Bundle, options: SwapOptions, say: Say) -> Replacement | None:
@@ -197,114 +172,3 @@ def _of_the_bundles_form(
             f"{different}: compile a bundle with it"
         )
     return drafter, False
-
-
-# --- writing ------------------------------------------------------------------------------------
-
-
-def _write(bundle: Bundle, new: Replacement, say: Say) -> Manifest:
-    """The new files, the manifest, and only then away with the old ones."""
-    folder, old = bundle.path, bundle.manifest
-    graph, data, engine = _names(new.manifest.recipe)
-    model = ir.load(bundle.file(old.engine.graph))
-    replaced = _replaced(bundle, model, new.weights)
-    say("writing the drafter's weights")
-    with staging(folder / "swap") as fresh:
-        save_with_drafter(model, fresh / graph, data, new.weights)
-        facts = replace(old.engine, file=graph, graph=graph)
-        if old.engine.kind in BUILD_ONLY:
-            _refit(bundle, new.weights, model, fresh / engine)
-            facts = replace(facts, file=engine)
-        made = {path.name: file_facts(fresh, path.name) for path in fresh.iterdir()}
-        kept = {name: file for name, file in old.files.items() if name not in replaced}
-        manifest = replace(new.manifest, engine=facts, files=dict(sorted((kept | made).items())))
-        try:
-            for name in made:
-                (fresh / name).rename(folder / name)
-            replace_manifest(folder, manifest)
-        finally:
-            _remove_unlisted(folder)
-    return manifest
-
-
-def _copy(bundle: Bundle, folder: Path) -> Bundle:
-    """The bundle's files in the empty `folder`."""
-    for name in (MANIFEST, *bundle.manifest.files):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(bundle.path / name, folder / name)
-    return replace(bundle, path=folder)
-
-
-def _names(recipe: str) -> tuple[str, str, str]:
-    """New names for the graph, the drafter's weights and the engine, none of them in use."""
-    tag = recipe[:12]
-    names = (
-        f"{Path(name).stem}-{tag}{Path(name).suffix}"
-        for name in (ONNX_FILE, DRAFTER_DATA, ENGINE_FILE)
-    )
-    graph, data, engine = names
-    return graph, data, engine
-
-
-def _replaced(bundle: Bundle, model: ir.Model, weights: dict[str, Array]) -> set[str]:
-    """The bundle's files that the swap makes superfluous.
-
-    Raises ForerunError where the graph's weights are not those that the new drafter has.
-    """
-    engine = bundle.manifest.engine
-    files = {engine.file, engine.graph}
-    compiled = drafter_weights(model)
-    if not compiled:
-        raise ForerunError(f"{bundle.path}: {engine.graph} holds no drafter's weights: compile it")
-    for name, value in compiled.items():
-        tensor, new = value.const_value, weights.get(name)
-        if new is None or not isinstance(tensor, ir.ExternalTensor):
-            raise ForerunError(f"{bundle.path}: the drafter's weight {name!r} can't be replaced")
-        if tensor.dtype.numpy() != new.dtype or tuple(tensor.shape) != new.shape:
-            raise ForerunError(
-                f"{bundle.path}: the drafter's weight {name!r} is {tensor.dtype.numpy()} "
-                f"{list(tensor.shape)}, the new one {new.dtype} {list(new.shape)}"
-            )
-        files.add(str(tensor.location))
-    return files
-
-
-def _refit(bundle: Bundle, weights: dict[str, Array], model: ir.Model, out: Path) -> None:
-    """The bundle's TensorRT engine with these weights, written to `out`."""
-    from forerun.compiler.engine_tensorrt import refit_engine
-
-    named = {str(value.name): weights[name] for name, value in drafter_weights(model).items()}
-    engine = bundle.manifest.engine
-    refit_engine(bundle.file(engine.file), out, named, engine.kind)
-
-
-def _remove_unlisted(folder: Path) -> None:
-    """Away with graphs, weights and engines of other drafters than the manifest's own.
-
-    By the manifest that is there now, whichever that is: an interruption may come anywhere.
-    """
-    listed = read_manifest(folder).files
-    for name in (ONNX_FILE, DRAFTER_DATA, ENGINE_FILE):
-        ours = re.compile(rf"{Path(name).stem}(-[0-9a-f]{{12}})?{re.escape(Path(name).suffix)}")
-        for path in folder.iterdir():
-            if ours.fullmatch(path.name) and path.name not in listed:
-                with suppress(OSError):  # what stays does no harm
-                    path.unlink()
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other swap changes the bundle meanwhile."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        raise ForerunError(
-            f"{folder}: no such folder: give the path of a compiled bundle"
-        ) from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise ForerunError(f"{folder}: another swap is changing it: wait for it to end") from None
-    finally:
-        os.close(handle)
