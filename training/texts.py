@@ -22,7 +22,7 @@ from forerun.training.read import read_alike
 from forerun.training.shards import DTYPES, shard_files, write_whole
 
 TEXTS_AT_ONCE = 4
-"""Of some 300 tokens each, whose rows then stay in a core's cache: measured, 16 took twice as long."""
+"""Their rows then stay in a core's cache; 16 were measured to take twice as long."""
 
 
 @dataclass(frozen=True)
