@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -39,8 +40,7 @@ def ray_run(load: Callable[[], Checkpoint], workers: int | None = None) -> Run:
         folder: Path,
         layers: tuple[int, ...],
     ) -> int:
-        if not ray.is_initialized():
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        _connect(ray)
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         cpus = int(ray.cluster_resources().get("CPU", 1))
@@ -64,6 +64,20 @@ def ray_run(load: Callable[[], Checkpoint], workers: int | None = None) -> Run:
         return added
 
     return run
+
+
+def _connect(ray: Any) -> None:
+    """Joins the cluster, or starts one here that reports nothing to anybody."""
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError) as error:
+        raise ForerunError(
+            f"can't reach the Ray cluster {os.environ.get('RAY_ADDRESS', '')!r}: {error}: "
+            "correct RAY_ADDRESS, or unset it for a local one"
+        ) from None
 
 
 class _Worker:

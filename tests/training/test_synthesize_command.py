@@ -92,20 +92,18 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(chat_folder: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_ray_makes_the_same_shards(chat_folder: Path, tmp_path: Path) -> None:
-    """On a local cluster of two CPUs; also where one process began and Ray goes on."""
+def test_ray_makes_the_same_shards(
+    chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a local cluster of two CPUs, and on the command's own; also where others began."""
     ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     prompts = written(tmp_path / "prompts.jsonl", 60)
     finish(words(chat_folder, prompts, tmp_path / "alone"))
     alone = contents(tmp_path / "alone")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         result = run([*words(chat_folder, prompts, tmp_path / "ray"), "--ray"])
-        assert result.exit_code == 0, result.output
-        assert contents(tmp_path / "ray") == alone
-        for name in ("00001.safetensors", "features-1-2/00002.safetensors"):
-            (tmp_path / "ray" / name).unlink()
-        result = run([*words(chat_folder, prompts, tmp_path / "ray"), "--ray", "--workers", "1"])
         assert result.exit_code == 0, result.output
         assert contents(tmp_path / "ray") == alone
         (tmp_path / "ray" / "00000.safetensors").unlink()
@@ -116,6 +114,15 @@ def test_ray_makes_the_same_shards(chat_folder: Path, tmp_path: Path) -> None:
         assert result.output.splitlines()[-1].startswith("error: a Ray worker failed: ")
     finally:
         ray.shutdown()
+    (tmp_path / "ray" / "00000.safetensors").rmdir()
+    (tmp_path / "ray" / "features-1-2" / "00002.safetensors").unlink()
+    finish([*words(chat_folder, prompts, tmp_path / "ray"), "--ray", "--workers", "1"])
+    assert contents(tmp_path / "ray") == alone
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    elsewhere = start([*words(chat_folder, prompts, tmp_path / "other"), "--ray"])
+    output = elsewhere.communicate(timeout=120)[0].decode().splitlines()
+    assert elsewhere.returncode == 1
+    assert output[-1].startswith("error: can't reach the Ray cluster '127.0.0.1:9'")
 
 
 def run(arguments: list[str]) -> Result:
