@@ -26,7 +26,7 @@ from forerun.training.dflash import (  # noqa: E402
     train_dflash,
 )
 from forerun.training.fit import CHECKPOINT, Settings  # noqa: E402
-from forerun.training.kinds import TRAIN  # noqa: E402
+from forerun.training.kinds import train  # noqa: E402
 from forerun.training.lesson import Lesson  # noqa: E402
 from forerun.training.simulate import play  # noqa: E402
 from forerun.training.unrolled import Columns  # noqa: E402
@@ -202,4 +202,4 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
 def test_a_feature_layer_that_is_not_there_is_one_line(checkpoint: Any, tmp_path: Path) -> None:
     """Before anything is read."""
     with pytest.raises(ForerunError, match="--feature-layer 7: the target's hidden states"):
-        TRAIN["dflash"](checkpoint, [tmp_path], tmp_path, {"features": (2, 7)}, print)
+        train("dflash", checkpoint, [tmp_path], tmp_path, {"features": (2, 7)}, print)
