@@ -136,7 +136,7 @@ class _Run:
     """A training run at a moment; all of it is in its checkpoint."""
 
     def __init__(self, task: Task[Any], folder: Path, settings: Settings) -> None:
-        self.task, self.settings, self.device = task, settings, ranks.device()
+        self.task, self.settings = task, settings
         self.steps = task.steps // ranks.size()  # an epoch's, of this process
         if not self.steps:
             raise ForerunError(
@@ -145,7 +145,7 @@ class _Run:
             )
         self.path = folder / CHECKPOINT
         folder.mkdir(parents=True, exist_ok=True)
-        self.module = task.module.to(self.device)
+        self.module = task.module
         self.optimiser = torch.optim.AdamW(
             (weight for weight in self.module.parameters() if weight.requires_grad),
             lr=settings.rate,
@@ -175,19 +175,13 @@ class _Run:
         for group in self.optimiser.param_groups:
             group["lr"] = self.settings.rate * schedule(done, self.settings.warmup)
         batch = self.batches[place * ranks.size() + ranks.rank()]
-        with torch.device(self.device):
-            found = _step(self.loss, batch, self.optimiser, self.settings)
+        found = _step(self.loss, batch, self.optimiser, self.settings)
         if self.average is not None:
             self.average.update_parameters(self.module)
         self.figures = found if self.figures is None else self.figures + found
         self.step += 1
 
-    def judge(
-        self,
-        epoch: int,
-        worth: Worth | None,
-        say: Callable[[str], None],
-    ) -> None:
+    def judge(self, epoch: int, worth: Worth | None, say: Callable[[str], None]) -> None:
         """Measures what would be kept, and remembers it where no epoch before was better."""
         if worth is None:
             return
@@ -214,12 +208,11 @@ class _Run:
         )
 
     def keep(self) -> None:
-        """Puts the weights that are kept into the module, on the CPU."""
+        """Puts the weights that are kept into the module."""
         if self.best.weights:
             self.module.load_state_dict(self.best.weights)
         elif self.average is not None:
             self.module.load_state_dict(self.average.module.state_dict())
-        self.module.to("cpu")
 
     def save(self) -> None:
         """Process 0 writes; the name appears only once the content is complete."""
@@ -244,7 +237,7 @@ class _Run:
         """Goes on from the checkpoint, unless it is another run's."""
         if not self.path.exists():
             return
-        saved: dict[str, Any] = torch.load(self.path, weights_only=True, map_location=self.device)
+        saved: dict[str, Any] = torch.load(self.path, weights_only=True)
         if saved["facts"] != self.facts:
             return
         self.module.load_state_dict(saved["module"])
@@ -261,7 +254,7 @@ def _step(
     """One update; returns the batch's figures."""
     dtype = getattr(torch, settings.dtype)
     optimiser.zero_grad(set_to_none=True)
-    with torch.autocast(ranks.device().type, dtype, enabled=dtype != torch.float32):
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         loss, figures = loss_of(batch)
     loss.backward()
     nn.utils.clip_grad_norm_(loss_of.parameters(), settings.clip)

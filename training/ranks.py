@@ -17,7 +17,7 @@ def joined() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group("gloo")
     try:
         yield
     finally:
@@ -32,13 +32,6 @@ def rank() -> int:
 def size() -> int:
     """How many processes there are."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def device() -> torch.device:
-    """Where this process computes: a GPU of its own where there are any."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 @contextmanager
@@ -64,6 +57,6 @@ def of_first(value: float) -> float:
     """Process 0's value, in each of them."""
     if size() == 1:
         return value
-    shared = torch.tensor([value], dtype=torch.float64, device=device())
+    shared = torch.tensor([value], dtype=torch.float64)
     dist.broadcast(shared, 0)
     return float(shared)
