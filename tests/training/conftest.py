@@ -104,3 +104,30 @@ def steps_taken(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
 
     monkeypatch.setattr(fit, "_step", counted)
     return calls, deadly
+
+
+@pytest.fixture
+def assert_kills_change_nothing(
+    steps_taken: tuple[list[int], list[int]], tmp_path: Path
+) -> Callable[..., int]:
+    """`assert_kills_change_nothing(train, files)`: a run killed in its middle, and again three
+    steps later, ends with the `files` of a run that was not. Returns that one's steps.
+
+    `train` writes into the folder it is given, `whole` or `killed` by its name.
+    """
+    calls, deadly = steps_taken
+
+    def check(train: Callable[[Path], None], files: Sequence[str]) -> int:
+        whole, killed = tmp_path / "whole", tmp_path / "killed"
+        train(whole)
+        steps = len(calls)
+        deadly[:] = [steps + steps // 2, steps + steps // 2 + 3]
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                train(killed)
+        train(killed)
+        for name in files:
+            assert (whole / name).read_bytes() == (killed / name).read_bytes()
+        return steps
+
+    return check

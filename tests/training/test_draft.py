@@ -120,24 +120,13 @@ def test_it_learns_and_the_folder_plays_as_what_was_trained(
 
 
 def test_a_killed_run_ends_as_an_uninterrupted_one(
-    checkpoint: Any, texts: list[Any], steps_taken: Any, tmp_path: Path
+    checkpoint: Any, texts: list[Any], assert_kills_change_nothing: Any
 ) -> None:
     settings = Settings(epochs=4, rate=3e-3, save_every=2, dtype="float32")
-    calls, deadly = steps_taken
-
-    def train(run: str) -> None:
-        train_draft(checkpoint, texts, tmp_path / run, TRAINING, settings)
-
-    train("whole")
-    steps = len(calls)
-    deadly[:] = [steps + steps // 2, steps + steps // 2 + 3]
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            train("killed")
-    train("killed")
-    for name in ("config.json", "model.safetensors", VOCABULARY, "tokenizer.json"):
-        whole, killed = ((tmp_path / run / name).read_bytes() for run in ("whole", "killed"))
-        assert whole == killed
+    assert_kills_change_nothing(
+        lambda folder: train_draft(checkpoint, texts, folder, TRAINING, settings),
+        ("config.json", "model.safetensors", VOCABULARY, "tokenizer.json"),
+    )
 
 
 def test_the_start_keeps_who_is_alike() -> None:

@@ -135,28 +135,18 @@ def test_it_learns_and_the_folder_is_what_was_trained(
 
 
 def test_a_killed_run_ends_as_an_uninterrupted_one(
-    checkpoint: Any, texts_of: Any, steps_taken: Any, tmp_path: Path
+    checkpoint: Any, texts_of: Any, assert_kills_change_nothing: Any
 ) -> None:
     texts = texts_of(checkpoint, (NORMED,), 12)
     training = EagleTraining(kind="mtp", unroll=2, draft_vocabulary=260, batch=60)
-    calls, deadly = steps_taken
     lines: dict[str, list[str]] = {"whole": [], "killed": []}
 
-    def train(run: str) -> None:
-        train_eagle(checkpoint, texts, tmp_path / run, training, SETTINGS, lines[run].append)
+    def train(folder: Path) -> None:
+        train_eagle(checkpoint, texts, folder, training, SETTINGS, lines[folder.name].append)
 
-    train("whole")
-    steps = len(calls)
+    steps = assert_kills_change_nothing(train, ("config.json", "model.safetensors"))
     assert steps == len(pack([t for t in texts if not t.held_out], 60)) * SETTINGS.epochs
-    deadly[:] = [steps + steps // 2, steps + steps // 2 + 3]
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            train("killed")
-    train("killed")
     assert lines["killed"][-1] == lines["whole"][-1]
-    for name in ("config.json", "model.safetensors"):
-        whole, killed = ((tmp_path / run / name).read_bytes() for run in ("whole", "killed"))
-        assert whole == killed
 
 
 def test_the_command_line_offers_every_kind() -> None:
