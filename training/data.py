@@ -1,19 +1,17 @@
-"""The answers of one or several data folders, in memory."""
+"""Answers end to end, as Medusa's heads learn from them, and how often tokens occur."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
-from forerun.training.shards import MANIFEST, shard_files
+from forerun.training.texts import Text
+
+NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -59,78 +57,34 @@ class Data:
     target_digest: str
 
 
-def read_data(folders: Sequence[Path], vocabulary: int) -> Data:
-    """Reads every finished shard of `folders`.
-
-    Raises ForerunError where a folder is no data, a shard is damaged, or targets differ.
-    """
-    digest = target_digest(folders)
-    frequencies = torch.zeros(vocabulary, dtype=torch.int64)
-    parts: list[tuple[Answers, Tensor, Tensor]] = []
-    for path in (path for folder in folders for path in shard_files(folder)):
-        try:
-            parts.append(_read_shard(path, frequencies))
-        except (SafetensorError, OSError, KeyError, ValueError, IndexError) as error:
-            raise ForerunError(
-                f"{path}: damaged shard: {error}: delete it and run forerun synthesize again"
-            ) from None
-    answers = Answers(
-        torch.cat([part.states for part, _, _ in parts]),
-        torch.cat([part.tokens for part, _, _ in parts]),
-        torch.cat([part.lengths for part, _, _ in parts]),
-        tuple(kind for part, _, _ in parts for kind in part.kinds),
-    )
-    held_out = torch.cat([held for _, held, _ in parts])
-    greedy = torch.cat([temperatures for _, _, temperatures in parts]) == 0
+def data_of(texts: Sequence[Text], checkpoint: Checkpoint) -> Data:
+    """What Medusa's heads learn from `texts`, the answers of `checkpoint`."""
+    seen = [text for text in texts if not text.held_out]
+    hidden = checkpoint.config.hidden_size
     return Data(
-        answers.where((~held_out).tolist()),
-        answers.where((held_out & greedy).tolist()),
-        frequencies,
-        digest,
+        _answers(seen, hidden),
+        _answers([text for text in texts if text.held_out and text.greedy], hidden),
+        frequencies(seen, checkpoint.config.vocab_size),
+        checkpoint.digest,
     )
+
+
+def _answers(texts: Sequence[Text], hidden: int) -> Answers:
+    none = torch.zeros(0, hidden, dtype=torch.bfloat16)
+    return Answers(
+        torch.cat([none, *(text.states for text in texts)]),
+        torch.cat([NO_TOKENS, *(text.tokens[text.prompt :] for text in texts)]),
+        torch.tensor([len(text.states) for text in texts], dtype=torch.int64),
+        tuple(text.kind for text in texts),
+    )
+
+
+def frequencies(texts: Sequence[Text], vocabulary: int) -> Tensor:
+    """How often each token occurs in `texts`, prompts and answers, `[V]` int64."""
+    tokens = torch.cat([NO_TOKENS, *(text.tokens for text in texts)])
+    return torch.bincount(tokens, minlength=vocabulary)
 
 
 def commonest(frequencies: Tensor, count: int) -> Tensor:
     """The `count` most frequent token ids, `[V']`; of equals the lowest, which is the shortest."""
     return frequencies.argsort(descending=True, stable=True)[:count]
-
-
-def target_digest(folders: Sequence[Path]) -> str:
-    """The digest of the target that answered; ForerunError where there are several, or no data."""
-    digests = {_manifest(folder)["target_digest"] for folder in folders}
-    if len(digests) != 1:
-        raise ForerunError("the data folders hold answers of different targets: train on one's")
-    return digests.pop()
-
-
-def check_target(digest: str, checkpoint: Checkpoint) -> None:
-    """Raises ForerunError where data of this digest are not `checkpoint`'s answers."""
-    if digest != checkpoint.digest:
-        raise ForerunError(f"the data are not {checkpoint.name}'s answers: synthesize them again")
-
-
-def _manifest(folder: Path) -> dict[str, str]:
-    try:
-        manifest: dict[str, str] = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
-        raise ForerunError(f"{folder}: no data in it: make some with forerun synthesize") from None
-    return manifest
-
-
-def _read_shard(path: Path, frequencies: Tensor) -> tuple[Answers, Tensor, Tensor]:
-    """A shard's answers, which are held out, their temperatures; adds to `frequencies`."""
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        categories = json.loads(file.metadata()["categories"])
-    tokens, lengths = tensors["tokens"].to(torch.int64), tensors["lengths"].to(torch.int64)
-    prompts = tensors["prompt_lengths"].to(torch.int64)
-    held_out = tensors["held_out"] != 0
-    first = lengths.cumsum(0) - lengths + prompts  # [A] where each answer begins
-    answer = torch.arange(len(tokens)) >= torch.repeat_interleave(first, lengths)
-    seen = tokens[~torch.repeat_interleave(held_out, lengths)]
-    frequencies += torch.bincount(seen, minlength=len(frequencies))
-    kinds = tuple(category.partition("/")[0] for category in categories)
-    answers = Answers(tensors["states"], tokens[answer], lengths - prompts, kinds)
-    if len(answers.states) != len(answers.tokens) or len(kinds) != len(lengths):
-        raise ValueError("its tensors do not fit together")
-    return answers, held_out, tensors["temperatures"]

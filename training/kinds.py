@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from functools import partial, reduce
+from dataclasses import dataclass, fields
+from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.drafters import find_drafter, load_drafter
 from forerun.training import ranks
-from forerun.training.data import read_data
+from forerun.training.data import data_of
 from forerun.training.dflash import DFlashTraining, features_read, train_dflash
 from forerun.training.draft import DraftTraining, train_draft
 from forerun.training.eagle import EagleTraining, feature_layers, train_eagle
@@ -27,8 +27,6 @@ from forerun.training.worth import Costs
 
 Say = Callable[[str], None]
 Options = Mapping[str, Any]
-Train = Callable[[Checkpoint, Sequence[Path], Path, Options, Say], Sequence[Text]]
-"""(target, data folders, output folder, options by name, where to report) -> the data's texts"""
 MEASURED = (4, 6, 8)
 """Sizes of the draft trees that are played on held-out answers."""
 SIZES = ("depth", "draft_vocabulary", "heads", "intermediate", "layers", "width")
@@ -38,66 +36,60 @@ JUDGED, JUDGED_NODES = 64, 6
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Kind:
+    """How drafters of one kind are trained."""
+
+    training: type[Any]
+    """What it takes of the options by their names, besides `Settings`."""
+    layers: Callable[[Any, int], tuple[int, ...]]
+    """(training, the target's layers) -> the feature layers that are read."""
+    train: Callable[..., object]
+    """(target, texts, output folder, training, settings, where to report, worth)"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's: EAGLE's own."""
+
+
 def _medusa(
-    checkpoint: Checkpoint, data: Sequence[Path], output: Path, options: Options, say: Say
-) -> Sequence[Text]:
-    answers = read_data(data, checkpoint.config.vocab_size)
-    say(f"{len(answers.train.tokens)} tokens to train on")
-    training, settings = _taken(MedusaTraining, options), _taken(Settings, options)
-    texts = _texts(checkpoint, data, ())
-    train_medusa(checkpoint, answers, output, training, settings, say, _worth(checkpoint, texts))
-    return texts
-
-
-def _eagle(
-    kind: str,
     checkpoint: Checkpoint,
-    data: Sequence[Path],
-    output: Path,
-    options: Options,
+    texts: Sequence[Text],
+    folder: Path,
+    training: MedusaTraining,
+    settings: Settings,
     say: Say,
-) -> Sequence[Text]:
-    layers = feature_layers(kind, checkpoint.config.num_layers)
-    texts = _texts(checkpoint, data, layers)
-    training = _taken(EagleTraining, dict(options) | {"kind": kind})
-    settings = _taken(Settings, dict(options) | {"betas": (0.9, 0.95)})  # as EAGLE is trained
-    train_eagle(checkpoint, texts, output, training, settings, say, _worth(checkpoint, texts))
-    return texts
+    worth: Worth | None,
+) -> None:
+    data = data_of(texts, checkpoint)
+    say(f"{len(data.train.tokens)} tokens to train on")
+    train_medusa(checkpoint, data, folder, training, settings, say, worth)
 
 
-def _dflash(
-    checkpoint: Checkpoint, data: Sequence[Path], output: Path, options: Options, say: Say
-) -> Sequence[Text]:
-    training = _taken(DFlashTraining, options)
-    layers = features_read(training, checkpoint.config.num_layers)
-    texts = _texts(checkpoint, data, layers)
-    settings = _taken(Settings, dict(options) | {"betas": (0.9, 0.95)})
-    train_dflash(checkpoint, texts, output, training, settings, say, _worth(checkpoint, texts))
-    return texts
+def _no_features(training: object, layers: int) -> tuple[int, ...]:
+    return ()
 
 
-def _draft(
-    checkpoint: Checkpoint, data: Sequence[Path], output: Path, options: Options, say: Say
-) -> Sequence[Text]:
-    texts = _texts(checkpoint, data, ())
-    settings = _taken(Settings, dict(options) | {"betas": (0.9, 0.95)})
-    training = _taken(DraftTraining, options)
-    train_draft(checkpoint, texts, output, training, settings, say, _worth(checkpoint, texts))
-    return texts
+def _eagle_features(training: EagleTraining, layers: int) -> tuple[int, ...]:
+    return feature_layers(training.kind, layers)
 
 
-def _texts(checkpoint: Checkpoint, data: Sequence[Path], layers: Sequence[int]) -> list[Text]:
-    """As `read_texts`; of several processes the first computes what is missing."""
-    with ranks.first_then_others():
-        return read_texts(checkpoint, data, layers)
-
-
-KINDS: dict[str, Train] = {
-    "medusa": _medusa,
-    **{kind: partial(_eagle, kind) for kind in ("eagle", "eagle3", "mtp")},
-    "dflash": _dflash,
-    "draft": _draft,
+_EAGLE = Kind(EagleTraining, _eagle_features, train_eagle)
+KINDS: dict[str, Kind] = {
+    "medusa": Kind(MedusaTraining, _no_features, _medusa, Settings.betas),
+    "eagle": _EAGLE,
+    "eagle3": _EAGLE,
+    "mtp": _EAGLE,
+    "dflash": Kind(DFlashTraining, features_read, train_dflash),
+    "draft": Kind(DraftTraining, _no_features, train_draft),
 }
+
+
+def features_of_kind(kind: str, layers: int, options: Options | None = None) -> tuple[int, ...]:
+    """The feature layers, of a target of so many `layers`, that training `kind` reads."""
+    return KINDS[kind].layers(_training(kind, options or {}), layers)
+
+
+def _training(kind: str, options: Options) -> Any:
+    return _taken(KINDS[kind].training, {**options, "kind": kind})
 
 
 def train(
@@ -115,13 +107,21 @@ def train(
     all processes train, and the first one does everything else. Returns what was played by size of
     the draft tree.
     """
+    layers = features_of_kind(kind, checkpoint.config.num_layers, options)
+    settings = _taken(Settings, {**options, "betas": KINDS[kind].betas})
     with ranks.joined():
         first = ranks.rank() == 0
-        texts = KINDS[kind](checkpoint, data, output, options, say if first else lambda line: None)
+        with ranks.first_then_others():
+            texts = read_texts(checkpoint, data, layers)
+        held_out = [text for text in texts if text.held_out and text.greedy]
+        KINDS[kind].train(
+            checkpoint, texts, output, _training(kind, options), settings,
+            say if first else lambda line: None, _worth(checkpoint, held_out[:JUDGED]),
+        )  # fmt: skip
         if not first:
             return {}
     costs = None if bundle is None else Costs.of(bundle)
-    return measure(checkpoint, output, _held_out(texts), say, costs)
+    return measure(checkpoint, output, held_out, say, costs)
 
 
 def sweep_sizes(
@@ -167,10 +167,10 @@ def measure(
         return {}
     ends, total = Columns.of(checkpoint), {}
     for nodes in MEASURED if costs is None else sorted(costs.step):
-        parts = {}
+        drafter, parts = _sized(checkpoint, folder, texts, nodes), {}
         for kind in sorted({text.kind for text in texts}):
             chosen = [text for text in texts if text.kind == kind]
-            parts[kind] = play(_sized(checkpoint, folder, texts, nodes), ends, chosen, nodes)
+            parts[kind] = play(drafter, ends, chosen, nodes)
             say(_line(kind, nodes, parts[kind], costs))
         total[nodes] = reduce(add, parts.values())
     return total
@@ -184,19 +184,17 @@ def _sized(checkpoint: Checkpoint, folder: Path, texts: Sequence[Text], nodes: i
     return drafter
 
 
-def _held_out(texts: Sequence[Text]) -> list[Text]:
-    return [text for text in texts if text.held_out and text.greedy]
-
-
 def _worth(checkpoint: Checkpoint, texts: Sequence[Text]) -> Worth | None:
-    """Tokens a step on held-out answers; None where there are none."""
-    chosen = _held_out(texts)[:JUDGED]
-    if not chosen:
+    """Tokens a step on the answers `texts`; None where there are none."""
+    if not texts:
         return None
     ends = Columns.of(checkpoint)
-    return lambda folder: (
-        play(_sized(checkpoint, folder, chosen, JUDGED_NODES), ends, chosen, JUDGED_NODES).tau
-    )
+
+    def worth(folder: Path) -> float:
+        drafter = _sized(checkpoint, folder, texts, JUDGED_NODES)
+        return play(drafter, ends, texts, JUDGED_NODES).tau
+
+    return worth
 
 
 def _line(kind: str, nodes: int, played: Played, costs: Costs | None) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
-from forerun.training.data import commonest
+from forerun.training.data import commonest, frequencies
 from forerun.training.evaluate import columns_of
 from forerun.training.texts import Text
 from forerun.training.unrolled import Columns
@@ -45,11 +44,10 @@ class Lesson:
             )
         say(f"{sum(len(text.states) for text in used)} answer tokens to train on")
         vocabulary = checkpoint.config.vocab_size
-        tokens = torch.cat([text.tokens for text in seen])
-        frequencies = torch.bincount(tokens, minlength=vocabulary)
-        ids = commonest(frequencies, draft_vocabulary).sort().values
+        counts = frequencies(seen, vocabulary)
+        ids = commonest(counts, draft_vocabulary).sort().values
         ends, columns = Columns.of(checkpoint, ids), columns_of(ids, vocabulary)
-        return cls(used, frequencies, ids, columns, ends, checkpoint.digest)
+        return cls(used, counts, ids, columns, ends, checkpoint.digest)
 
     @property
     def longest(self) -> int:

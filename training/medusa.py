@@ -16,9 +16,10 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafters import vocabulary_matrix
 from forerun.models.medusa import MedusaConfig
 from forerun.models.medusa_folder import save_medusa
-from forerun.training.data import Answers, Data, check_target, commonest
+from forerun.training.data import Answers, Data, commonest
 from forerun.training.evaluate import Measured, in_vocabulary, measure
 from forerun.training.fit import Settings, Task, Worth, fit
+from forerun.training.shards import check_target
 
 
 @dataclass(frozen=True)

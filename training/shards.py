@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.errors import ForerunError
+from forerun.models.checkpoint import Checkpoint
 from forerun.training.generate import Answer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -90,6 +91,28 @@ def shard_files(folder: Path) -> Iterator[Path]:
     if not found:
         raise ForerunError(f"{folder}: no data in it: make some with forerun synthesize")
     yield from found
+
+
+def target_digest(folders: Sequence[Path]) -> str:
+    """The digest of the target that answered; ForerunError where there are several, or no data."""
+    digests = {_manifest(folder)["target_digest"] for folder in folders}
+    if len(digests) != 1:
+        raise ForerunError("the data folders hold answers of different targets: train on one's")
+    return digests.pop()
+
+
+def check_target(digest: str, checkpoint: Checkpoint) -> None:
+    """Raises ForerunError where data of this digest are not `checkpoint`'s answers."""
+    if digest != checkpoint.digest:
+        raise ForerunError(f"the data are not {checkpoint.name}'s answers: synthesize them again")
+
+
+def _manifest(folder: Path) -> dict[str, str]:
+    try:
+        manifest: dict[str, str] = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        raise ForerunError(f"{folder}: no data in it: make some with forerun synthesize") from None
+    return manifest
 
 
 def remove_parts(folder: Path) -> None:

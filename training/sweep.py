@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from safetensors import safe_open
 
 from forerun.errors import ForerunError
+from forerun.models.drafter_folder import write_text
 from forerun.training.simulate import Played
 from forerun.training.worth import Costs
 
@@ -70,7 +72,8 @@ def sweep(
         rows += [
             row(point, parameters(folder), nodes, part, costs) for nodes, part in played.items()
         ]
-        _write(output / RESULTS, facts, rows)
+        text = json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n"
+        write_text(output / RESULTS, text)
     return sorted(rows, key=lambda row: -row["predicted_speedup"])
 
 
@@ -115,10 +118,7 @@ def parameters(folder: Path) -> int:
             for name in file.keys():  # noqa: SIM118
                 part = file.get_slice(name)
                 if part.get_dtype().startswith(("F", "BF")):
-                    size = 1
-                    for length in part.get_shape():
-                        size *= length
-                    count += size
+                    count += math.prod(part.get_shape())
     return count
 
 
@@ -130,10 +130,3 @@ def _finished(path: Path, facts: Mapping[str, Any]) -> list[Row]:
         raise ForerunError(f"{path}: a sweep with other settings: choose another folder")
     rows: list[Row] = saved["rows"]
     return rows
-
-
-def _write(path: Path, facts: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    part = path.with_suffix(".part")
-    text = json.dumps({"facts": facts, "rows": rows}, indent=1)
-    part.write_text(text + "\n", encoding="utf-8")
-    part.replace(path)

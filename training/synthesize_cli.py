@@ -157,14 +157,16 @@ def _everywhere(target: str) -> str:
 
 def _layers(features: str, count: int) -> tuple[int, ...]:
     """The layers that `--features` asks for, of a target of `count` layers."""
-    from forerun.training.features import FEATURES
+    from forerun.training.kinds import KINDS, features_of_kind
 
-    if features in FEATURES:
-        return FEATURES[features](count)
+    found = {kind: features_of_kind(kind, count) for kind in KINDS}
+    reading = {kind: layers for kind, layers in found.items() if layers}
+    if features in reading:
+        return reading[features]
     names = features.split(",")
     if not all(name.strip().isdecimal() and int(name) <= count for name in names):
         raise ForerunError(
-            f"--features {features}: give {', '.join(FEATURES)}, or layers from 0 to {count} "
+            f"--features {features}: give {', '.join(reading)}, or layers from 0 to {count} "
             "with commas in between"
         )
     return tuple(dict.fromkeys(int(name) for name in names))

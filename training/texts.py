@@ -17,9 +17,14 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import NORMED
 from forerun.models.target import Forward, Target
 from forerun.progress import progress
-from forerun.training.data import check_target, target_digest
 from forerun.training.read import read_alike
-from forerun.training.shards import DTYPES, shard_files, write_whole
+from forerun.training.shards import (
+    DTYPES,
+    check_target,
+    shard_files,
+    target_digest,
+    write_whole,
+)
 
 TEXTS_AT_ONCE = 4
 """Their rows then stay in a core's cache; 16 were measured to take twice as long."""

@@ -21,6 +21,7 @@ from forerun.training import texts as module  # noqa: E402
 from forerun.training.kinds import KINDS, train  # noqa: E402
 from forerun.training.plan import SynthesizeConfig  # noqa: E402
 from forerun.training.synthesize import synthesize  # noqa: E402
+from forerun.training.synthesize_cli import _layers  # noqa: E402
 from forerun.training.texts import read_texts  # noqa: E402
 
 CONFIG = SynthesizeConfig(12, shard=16, batch=8, dtype="float32")
@@ -53,6 +54,22 @@ def test_two_commands_make_a_drafter(
     assert any(line.startswith("held-out chat, 8 nodes: tau ") for line in lines)
     epochs = [line.split(" ")[2] for line in lines if line.startswith("epoch 1: ")]
     assert epochs == ["loss", "held-out"]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "dflash"])
+def test_features_asked_for_by_a_kinds_name_are_those_it_trains_on(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """`synthesize --features KIND` leaves training nothing to compute."""
+    asked = [Prompt(None, f"{i} IJKLM", "chat") for i in range(20)]
+    layers = _layers(kind, checkpoint.config.num_layers)
+    synthesize(checkpoint, asked, tmp_path / "data", CONFIG, layers=layers)
+
+    def computed(*_: Any) -> None:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(module, "_compute", computed)
+    train(kind, checkpoint, [tmp_path / "data"], tmp_path / kind, OPTIONS, lambda line: None)
 
 
 def test_features_are_those_of_a_step_and_kept(

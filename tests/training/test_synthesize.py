@@ -20,7 +20,7 @@ from forerun.models.checkpoint import Checkpoint, load_checkpoint  # noqa: E402
 from forerun.models.drafter import NORMED  # noqa: E402
 from forerun.runtime.prompts import Prompt  # noqa: E402
 from forerun.training import synthesize as module  # noqa: E402
-from forerun.training.data import read_data  # noqa: E402
+from forerun.training.data import data_of  # noqa: E402
 from forerun.training.filters import Excluded, is_held_out  # noqa: E402
 from forerun.training.plan import SynthesizeConfig  # noqa: E402
 from forerun.training.synthesize import synthesize  # noqa: E402
@@ -365,7 +365,7 @@ def test_split_is_deterministic_and_disjoint(tiny_checkpoint: Checkpoint, tmp_pa
     synthesize(tiny_checkpoint, asked, tmp_path, config)
     for text in texts_of(tmp_path):
         assert text["held_out"] == held[text["indices"]]
-    data = read_data([tmp_path], 260)
+    data = data_of(read_texts(tiny_checkpoint, [tmp_path], ()), tiny_checkpoint)
     assert len(data.held_out.lengths) == sum(held)  # those at temperature 0
     assert len(data.train.lengths) == 3 * (80 - sum(held))
     assert set(data.train.kinds) == {"chat"}
@@ -376,7 +376,7 @@ def test_shards_of_earlier_versions_are_read(tiny_checkpoint: Checkpoint, tmp_pa
     from safetensors.torch import save_file
 
     synthesize(tiny_checkpoint, prompts(9), tmp_path, CONFIG)
-    expected = read_data([tmp_path], 260)
+    expected = data_of(read_texts(tiny_checkpoint, [tmp_path], ()), tiny_checkpoint)
     for path in tmp_path.glob("*.safetensors"):
         tensors = load_file(path)
         del tensors["samples"], tensors["turns"]
@@ -384,7 +384,7 @@ def test_shards_of_earlier_versions_are_read(tiny_checkpoint: Checkpoint, tmp_pa
         save_file(tensors, path, {"categories": json.dumps(kinds)})
     old = {"target": "tiny", "target_digest": "d" * 64, "temperature": 0.8, "skipped": 0}
     (tmp_path / "manifest.json").write_text(json.dumps(old))
-    found = read_data([tmp_path], 260)
+    found = data_of(read_texts(tiny_checkpoint, [tmp_path], ()), tiny_checkpoint)
     assert torch.equal(found.train.tokens, expected.train.tokens)
     assert found.train.kinds == expected.train.kinds
     assert len(read_texts(tiny_checkpoint, [tmp_path], (NORMED,))) == 9
@@ -397,6 +397,6 @@ def test_damaged_shard_is_named(tiny_checkpoint: Checkpoint, tmp_path: Path) -> 
     path = tmp_path / "00001.safetensors"
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(ForerunError, match=r"00001\.safetensors: damaged shard"):
-        read_data([tmp_path], 260)
+        read_texts(tiny_checkpoint, [tmp_path], ())
     with pytest.raises(ForerunError, match="no data in it"):
-        read_data([tmp_path / "nowhere"], 260)
+        read_texts(tiny_checkpoint, [tmp_path / "nowhere"], ())
