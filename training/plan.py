@@ -13,10 +13,9 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.runtime.chat import render_chat
 from forerun.runtime.prompts import Prompt
 from forerun.training.filters import Excluded, allowed, distinct, is_held_out
+from forerun.training.generate import SLOT_STEP
 from forerun.training.shards import STATE_BYTES, TOKEN_BYTES, TOP_BYTES
 
-SLOT_STEP = 32
-"""A target's capacity is a multiple of this."""
 TEXT_BYTES = 128
 """More than a text's own row of lengths, places and category takes."""
 
