@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.models.checkpoint import Checkpoint, load_checkpoint
 from forerun.models.dflash import DFlashConfig
 from forerun.models.dflash_folder import dflash_shapes, save_dflash
+from forerun.models.draft_folder import save_draft_model
 from forerun.models.draft_layer import DraftLayerConfig
-from forerun.models.hf_config import config_from_json
 from forerun.models.weights import tensor_shapes
+from forerun.training.dflash import spread_layers
+from forerun.training.draft import DraftTraining, small_config
 from forerun.training.eagle import EagleTraining, start, write
 from forerun.training.fit import Settings
 
@@ -56,45 +57,30 @@ def one_layer(kind: str, folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def dflash(folder: Path, checkpoint: Checkpoint) -> None:
-    """DFlash, two layers, five features, blocks of eight, as a tree."""
-    layers = checkpoint.config.num_layers
-    features = tuple(1 + i * (layers - 2) // 4 for i in range(5))
+    """DFlash, two layers, five features, blocks of eight, as a tree, over the whole vocabulary."""
     config = DFlashConfig(
         layer=DraftLayerConfig.of(checkpoint.config),
         num_layers=2,
         block_size=8,
         mask_token_id=1,
-        feature_layers=features,
+        feature_layers=spread_layers(checkpoint.config.num_layers),
         tree=True,
     )
     save_dflash(folder, config, random(dict(dflash_shapes(config))), {})
 
 
-def draft(folder: Path, checkpoint: Checkpoint) -> None:
-    """A language model of two layers, 192 wide, with the target's tokenizer."""
-    values = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": checkpoint.config.vocab_size,
-        "hidden_size": 192,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": checkpoint.config.max_positions,
-        "tie_word_embeddings": True,
-    }
-    config = config_from_json(values, "draft")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values))
-    checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
-    save_file(random(dict(tensor_shapes(config))), folder / "model.safetensors")
+def draft(tokens: int, folder: Path, checkpoint: Checkpoint) -> None:
+    """A language model of two layers, 192 wide, that drafts the first so many tokens."""
+    config = small_config(checkpoint.config, DraftTraining())
+    ids = torch.arange(min(tokens, config.vocab_size))
+    save_draft_model(folder, config, random(dict(tensor_shapes(config))), ids, checkpoint, {})
 
 
 WRITERS: dict[str, Callable[[Path, Checkpoint], None]] = {
     **{kind: partial(one_layer, kind) for kind in ("eagle", "eagle3", "mtp")},
     "dflash": dflash,
-    "draft": draft,
+    "draft": partial(draft, sys.maxsize),
+    "draft-reduced": partial(draft, DRAFT_VOCABULARY),
 }
 DRAFTERS: dict[str, tuple[str, ...]] = {
     "ngram": ("--drafter", "ngram"),

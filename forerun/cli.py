@@ -45,7 +45,8 @@ COMMANDS = {
         "forerun.compiler.cli:swap_command", "Replace a bundle's drafter without compiling again."
     ),
     "synthesize": LazyCommand(
-        "forerun.training.cli:synthesize_command", "Let a target answer prompts, as training data."
+        "forerun.training.synthesize_cli:synthesize_command",
+        "Let a target answer prompts, as training data.",
     ),
     "train": LazyCommand(
         "forerun.training.cli:train_command", "Train a drafter on a target's answers."

@@ -8,7 +8,7 @@ predicts the token at its own position.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,6 +32,8 @@ from forerun.models.grow import Proposal
 from forerun.models.linear import Linear
 from forerun.models.target import rms_norm
 
+Masks = tuple[Tensor, Tensor]
+"""What n rows see: of the context `[B, n, S]`, of themselves `[B, n, n]`."""
 LEAST_SCORE = -1e4
 """A log-probability's floor, so that a path's sum stays finite."""
 
@@ -115,10 +117,14 @@ class DFlash(Drafter):
     def remember(
         self, committed: Committed, states: list[Tensor], vocabulary: Vocabulary
     ) -> list[Tensor]:
-        """Each draft layer's keys and values of the context, which no layer's own norm touches."""
-        context = self.context_norm(self.fuse(committed.features))  # [B, C, H]
-        ahead = torch.arange(context.shape[1], device=context.device)
-        positions = committed.start[:, None] + ahead
+        """Each draft layer's keys and values of the context."""
+        ahead = torch.arange(committed.features.shape[1], device=committed.start.device)
+        return self.context(committed.features, committed.start[:, None] + ahead)
+
+    def context(self, features: Tensor, positions: Tensor) -> list[Tensor]:
+        """Features `[B, C, F]` at `positions` `[B, C]` -> keys and values `[B, kv, C, D]` of each
+        layer in turn, which no layer's own norm touches."""
+        context = self.context_norm(self.fuse(features))  # [B, C, H]
         rows: list[Tensor] = []
         for layer in self.layers:
             rows += layer.attention.keys_values(context, positions)
@@ -130,21 +136,31 @@ class DFlash(Drafter):
         masks = root.new_full((1, self.config.block_size - 1), self.config.mask_token_id)
         block = torch.cat([root[:, None], masks.expand(root.shape[0], -1)], dim=1)  # [B, n]
         positions = at[:, None] + torch.arange(self.config.block_size, device=root.device)
-        x = vocabulary.embedding(block)
         kinds = {self.config.attention(layer) for layer in range(self.config.num_layers)}
         seen = {kind: self._masks(*kind, at, positions, states[0].shape[2]) for kind in kinds}
-        for number, layer in enumerate(self.layers):
-            context_mask, block_mask = seen[self.config.attention(number)]
+        masks_of = [seen[self.config.attention(layer)] for layer in range(self.config.num_layers)]
+        x = self.through(vocabulary.embedding(block), positions, states, masks_of)
+        return self.predict(x[:, 1 : 1 + self.gamma], vocabulary).to(torch.float32)
+
+    def through(
+        self, x: Tensor, positions: Tensor, states: Sequence[Tensor], masks: Sequence[Masks]
+    ) -> Tensor:
+        """Rows `[B, n, H]` through all layers, each with its own of `masks`; `states` are keys and
+        values as `context` gives them."""
+        for number, (layer, (context, block)) in enumerate(zip(self.layers, masks, strict=True)):
             keys, values = states[2 * number : 2 * number + 2]
-            x, _ = layer(x, positions, Seen(keys, values, context_mask), None, block_mask)
-        hidden = self.norm(x[:, 1 : 1 + self.gamma])
+            x, _ = layer(x, positions, Seen(keys, values, context), None, block)
+        return x
+
+    def predict(self, x: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """What rows `[..., H]` that went `through` say: `[..., V']`."""
+        hidden = self.norm(x)
         logits: Tensor = vocabulary.logits(hidden) if self.head is None else self.head(hidden)
-        return logits.to(torch.float32)
+        return logits
 
     def _masks(
         self, slides: bool, causal: bool, at: Tensor, positions: Tensor, slots: int
-    ) -> tuple[Tensor, Tensor]:
-        """What the block's n rows see: of the context `[B, n, S]`, of the block `[B, n, n]`."""
+    ) -> Masks:
         slot = torch.arange(slots, device=at.device)[None, None]
         context = (slot < at[:, None, None]).expand(-1, positions.shape[1], -1)
         away = positions[:, :, None] - positions[:, None]  # [B, n, n] how far behind a row

@@ -26,6 +26,7 @@ from forerun.models.drafter_folder import (
     layer_facts,
     read_layer,
     read_tensors,
+    take_vocabulary,
     write_folder,
 )
 from forerun.models.hf_config import Fields, read_json, read_windows
@@ -53,7 +54,7 @@ def load_dflash(folder: Path, target: TargetConfig, capacity: int) -> DFlash:
     """
     path, where = find_weights(folder, FILES, "DFlash drafter"), folder / "config.json"
     tensors = read_tensors(path)
-    ids = _draft_vocabulary(tensors, target.vocab_size, path)
+    ids = take_vocabulary(tensors, target.vocab_size, path)
     config = _config(read_json(where), where, target, ids)
     expected = dict(dflash_shapes(config))
     vocabulary, hidden = target.vocab_size, target.hidden_size
@@ -183,35 +184,6 @@ def _causal(fields: Fields, layers: int, slides: tuple[bool, ...]) -> tuple[bool
     if fields.values.get("is_causal") is not None:
         return (fields.flag("is_causal"),) * layers
     return () if fields.flag("sliding_window_non_causal") else slides
-
-
-def _draft_vocabulary(tensors: dict[str, Tensor], vocabulary: int, path: Path) -> Tensor | None:
-    """Takes `d2t` and `t2d` out of `tensors` -> the token ids of a reduced vocabulary.
-
-    `d2t` holds what to add to a draft id, `t2d` which tokens have one: the same said again.
-    """
-    offsets, kept = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if offsets is None:
-        if kept is not None:
-            raise ForerunError(f"{path}: the key 'd2t' is missing, but 't2d' is there")
-        return None
-    if offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1 or not len(offsets):
-        raise ForerunError(
-            f"{path}: 'd2t' must be a list of int32 or int64, found {offsets.dtype} "
-            f"{list(offsets.shape)}"
-        )
-    ids = torch.arange(len(offsets)) + offsets.to(torch.int64)
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or len(set(ids.tolist())) != len(ids):
-        raise ForerunError(
-            f"{path}: 'd2t' leads to token ids from {int(ids.min())} to {int(ids.max())}, expected "
-            f"distinct ones of the target's {vocabulary}: this drafter belongs to another target"
-        )
-    if kept is not None and (
-        list(kept.shape) != [vocabulary]
-        or kept.bool().nonzero()[:, 0].tolist() != sorted(ids.tolist())
-    ):
-        raise ForerunError(f"{path}: 't2d' does not name the tokens that 'd2t' leads to")
-    return ids
 
 
 def dflash_shapes(config: DFlashConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -25,6 +25,7 @@ from forerun.models.draft_layer import (
     under,
 )
 from forerun.models.drafter import Committed, Drafter, StateSpec, Vocabulary
+from forerun.models.linear import Linear
 from forerun.models.rejection import DRAFT, TABLES, TARGET, choose_rejecting, draw
 from forerun.models.target import TiedHead, rms_norm
 
@@ -42,6 +43,8 @@ class DraftModel(Drafter):
     """
 
     kind: ClassVar[str] = "draft"
+    ids: Tensor | None
+    columns: Tensor | None
 
     def __init__(
         self,
@@ -50,8 +53,10 @@ class DraftModel(Drafter):
         capacity: int,
         gamma: int = GAMMA,
         acceptance: str = "matching",
+        ids: Tensor | None = None,
     ) -> None:
-        """`weights` are a checkpoint's, by its names (`Checkpoint.weights`)."""
+        """`weights` are a checkpoint's, by its names (`Checkpoint.weights`). It drafts none but the
+        tokens `ids` `[V']`, where they are given: of its vocabulary layer no more is kept."""
         super().__init__()
         if any(config.sliding_layers) and config.window is not None and config.window < capacity:
             raise ForerunError(
@@ -76,8 +81,16 @@ class DraftModel(Drafter):
             for layer in range(config.num_layers)
         )
         self.norm = rms_norm(weights["model.norm.weight"], config.rms_norm_eps)
-        tied = "lm_head.weight" not in weights
-        self.head: nn.Module = TiedHead(self.embed) if tied else linear(weights, "lm_head")
+        self.head: nn.Module
+        if ids is not None:
+            matrix = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+            self.head = Linear(matrix[ids].T)
+        elif "lm_head.weight" in weights:
+            self.head = linear(weights, "lm_head")
+        else:
+            self.head = TiedHead(self.embed)
+        self.register_buffer("ids", ids)
+        self.register_buffer("columns", None if ids is None else _columns(ids, config.vocab_size))
 
     def accept_by(self, acceptance: str) -> None:
         if acceptance not in ACCEPTANCES:
@@ -95,7 +108,8 @@ class DraftModel(Drafter):
         hidden = StateSpec("draft_hidden", ("batch", config.hidden_size), real)
         if self.acceptance == "matching":
             return [*caches, hidden]
-        q = ("batch", self.gamma, config.vocab_size)
+        choices = config.vocab_size if self.ids is None else len(self.ids)
+        q = ("batch", self.gamma, choices)
         return [*caches, hidden, StateSpec("draft_q", q, torch.float32, drafted=True)]
 
     def remember(
@@ -105,7 +119,7 @@ class DraftModel(Drafter):
         tokens, start = committed.tokens, committed.start[:, None]  # [B, C + 1], [B, 1]
         place = torch.arange(tokens.shape[1], device=start.device)
         causal = (place[:, None] >= place)[None].expand(tokens.shape[0], -1, -1)
-        hidden, rows = self._read(tokens, start + place, states, start, None, causal)
+        hidden, rows = self.read(tokens, start + place, states, start, None, causal)
         root = committed.count[:, None, None].expand(-1, 1, hidden.shape[2])
         last = self.norm(hidden.gather(1, root)[:, 0])
         return [*(tensor for layer in rows for tensor in layer), last]
@@ -130,7 +144,9 @@ class DraftModel(Drafter):
     ) -> Tensor:
         if self.acceptance == "matching":
             return super().choose(logits, sampling, uniforms, children, states, branching)
-        return choose_rejecting(logits, states[-1], sampling, uniforms, children, branching)
+        return choose_rejecting(
+            logits, states[-1], sampling, uniforms, children, branching, self.columns
+        )
 
     def max_depth(self) -> int:
         return self.gamma
@@ -141,22 +157,23 @@ class DraftModel(Drafter):
             "acceptance": self.acceptance,
             "layers": self.config.num_layers,
             "hidden_size": self.config.hidden_size,
+            "vocabulary": "whole" if self.ids is None else len(self.ids),
         }
 
     def _write(self, committed: Committed, states: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Gamma tokens after the root `[B, gamma]`, and what each was drawn from."""
+        """Gamma tokens after the root `[B, gamma]`, and their distributions `[B, gamma, V']`."""
         root = (committed.start + committed.count)[:, None]  # [B, 1]
-        logits = self.head(states[2 * len(self.layers)])[:, None]  # [B, 1, V]
+        logits = self.head(states[2 * len(self.layers)])[:, None]  # [B, 1, V']
         tokens: list[Tensor] = []
         kept: list[Tensor] = []
         rows: list[Beside] | None = None
         for depth in range(1, self.gamma + 1):
-            token, q = self._draw(logits, committed, root + depth)  # [B, 1], [B, 1, V]
+            token, q = self._draw(logits, committed, root + depth)  # [B, 1], [B, 1, V']
             tokens.append(token)
             kept.append(q)
             if depth < self.gamma:
                 sees = torch.ones_like(token, dtype=torch.bool)[..., None].expand(-1, 1, depth)
-                hidden, rows = self._read(token, root + depth, states, root + 1, rows, sees)
+                hidden, rows = self.read(token, root + depth, states, root + 1, rows, sees)
                 logits = self.head(self.norm(hidden))
         return torch.cat(tokens, dim=1), torch.cat(kept, dim=1)
 
@@ -173,10 +190,12 @@ class DraftModel(Drafter):
         uniform = uniforms.gather(1, position.clamp(max=uniforms.shape[1] - 1))
         sampling = Sampling(committed.temperature, committed.top_k, committed.top_p)
         if self.acceptance == "matching" and committed.branching:
-            return choose(logits, sampling, uniform), logits
-        return draw(logits, sampling, uniform, committed.branching)
+            token, q = choose(logits, sampling, uniform), logits
+        else:
+            token, q = draw(logits, sampling, uniform, committed.branching)
+        return token if self.ids is None else self.ids[token], q
 
-    def _read(
+    def read(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -197,3 +216,10 @@ class DraftModel(Drafter):
             x, new = layer(x, positions, cache, old, mask)
             rows.append(new)
         return x, rows
+
+
+def _columns(ids: Tensor, vocabulary: int) -> Tensor:
+    """Each token's place among `ids` `[V']`, and V' where it has none."""
+    columns = torch.full((vocabulary,), len(ids))
+    columns[ids] = torch.arange(len(ids))
+    return columns

@@ -103,6 +103,43 @@ def check_tensors(
         raise ForerunError(f"{path}: unknown key {name!r}: not {what}")
 
 
+def take_vocabulary(tensors: dict[str, Tensor], vocabulary: int, path: Path) -> Tensor | None:
+    """Takes `d2t` and `t2d` out of `tensors` -> the token ids of a reduced vocabulary.
+
+    They are as `vocabulary_tensors` makes them; `t2d`, which says the same again, may be absent.
+    """
+    offsets, kept = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if offsets is None:
+        if kept is not None:
+            raise ForerunError(f"{path}: the key 'd2t' is missing, but 't2d' is there")
+        return None
+    if offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1 or not len(offsets):
+        raise ForerunError(
+            f"{path}: 'd2t' must be a list of int32 or int64, found {offsets.dtype} "
+            f"{list(offsets.shape)}"
+        )
+    ids = torch.arange(len(offsets)) + offsets.to(torch.int64)
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or len(set(ids.tolist())) != len(ids):
+        raise ForerunError(
+            f"{path}: 'd2t' leads to token ids from {int(ids.min())} to {int(ids.max())}, expected "
+            f"distinct ones of the target's {vocabulary}: this drafter belongs to another target"
+        )
+    if kept is not None and (
+        list(kept.shape) != [vocabulary]
+        or kept.bool().nonzero()[:, 0].tolist() != sorted(ids.tolist())
+    ):
+        raise ForerunError(f"{path}: 't2d' does not name the tokens that 'd2t' leads to")
+    return ids
+
+
+def vocabulary_tensors(ids: Tensor, vocabulary: int) -> dict[str, Tensor]:
+    """A reduced vocabulary of token `ids` `[V']` as published folders say it: `d2t` holds what to
+    add to a draft id, `t2d` which of the target's tokens have one."""
+    kept = torch.zeros(vocabulary, dtype=torch.bool)
+    kept[ids] = True
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": kept}
+
+
 def read_layer(fields: Fields, head_dim: int | None = None) -> DraftLayerConfig:
     """The sizes of a drafter's layers, by the names that Hugging Face configurations have.
 
@@ -152,12 +189,23 @@ def write_folder(
 ) -> None:
     """Writes `config.json` and the file `weights` (safetensors), each seen only when complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{weights}.part"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
-    part.replace(folder / weights)
-    part = folder / "config.json.part"
-    part.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    part.replace(folder / "config.json")
+    write_tensors(folder / weights, tensors)
+    write_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file, seen only when complete."""
+    part = path.with_name(f"{path.name}.part")
+    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(plain, part, metadata={"format": "pt"})  # transformers asks for this line
+    part.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file, seen only when complete."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def _line(error: Exception) -> str:

@@ -50,15 +50,18 @@ def choose_rejecting(
     uniforms: Tensor,
     children: Tensor,
     branching: bool = True,
+    columns: Tensor | None = None,
 ) -> Tensor:
     """The token after each node of a chain `[B, R]`: its child's where that one is accepted.
 
-    `logits` `[B, R, V]`; `q` `[B, gamma, V]` as `draw` gave it; `uniforms` `[B, TABLES, R]`;
-    `children` `[B, R]` (-1: none).
+    `logits` `[B, R, V]`; `q` `[B, gamma, V']` as `draw` gave it; `uniforms` `[B, TABLES, R]`;
+    `children` `[B, R]` (-1: none). `columns` `[V]` are the tokens' places among those that q is
+    over, V' where it has none; None: q is over all.
     """
     logits = logits.to(torch.float32)
     parameters = (sampling.temperature, sampling.top_k, sampling.top_p)
-    operands = (logits, q, *parameters, uniforms, children)
+    reduced = () if columns is None else (columns,)
+    operands = (logits, q, *parameters, uniforms, children, *reduced)
     if not branching:
         return _chosen(*operands)
     return branch(sampling.temperature.amax(0) > 0, _chosen, _greedy_choice, operands)
@@ -109,10 +112,13 @@ def _chosen(
     top_p: Tensor,
     uniforms: Tensor,
     children: Tensor,
+    columns: Tensor | None = None,
 ) -> Tensor:
     p = distribution(logits, Sampling(temperature, top_k, top_p))
     rows = torch.arange(logits.shape[1], device=logits.device)
-    q = q[:, rows.clamp(max=q.shape[1] - 1)]  # [B, R, V]; the last row may have no child
+    q = q[:, rows.clamp(max=q.shape[1] - 1)]  # [B, R, V']; the last row may have no child
+    if columns is not None:  # no other token can have been drawn
+        q = torch.cat([q, torch.zeros_like(q[..., :1])], dim=-1).index_select(-1, columns)
     chosen = reject(p, q, children, uniforms)
     return torch.where(temperature[:, None] > 0, chosen, argmax(logits))
 

@@ -18,6 +18,10 @@ class Prompt:
     messages: tuple[dict[str, Any], ...] | None
     text: str | None
     category: str | None
+    later: tuple[str, ...] = ()
+    """What the user says after the first answer, the second, ...: synthesis answers these too."""
+    tools: tuple[Any, ...] = ()
+    """Functions offered to the target, as its chat template takes them (synthesis only)."""
 
     @property
     def content(self) -> str | tuple[dict[str, Any], ...]:
@@ -31,8 +35,8 @@ class Prompt:
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """The first `limit` prompts of a file of JSON lines; blank lines are skipped.
 
-    Of `turns` only the first is taken, as one user message. Raises ForerunError naming the file and
-    the line for a line that is none of these, and for a file without prompts.
+    Of `turns` the first becomes a user message, the others are `later`. Raises ForerunError naming
+    the file and the line for a line that is none of these, and for a file without prompts.
     """
     if limit is not None and limit < 1:
         raise ForerunError(f"limit is {limit}: read at least one prompt")
@@ -63,17 +67,20 @@ def _parse(line: bytes, where: str) -> Prompt:
     category = data.get("category")
     if not isinstance(category, str | None):
         raise ForerunError(f"{where}: category must be text")
-    messages, text = _READERS[present[0]](data[present[0]], where)
-    return Prompt(messages, text, category or None)
+    tools = data.get("tools") or []
+    if not isinstance(tools, list):
+        raise ForerunError(f"{where}: tools must be a list")
+    messages, text, later = _READERS[present[0]](data[present[0]], where)
+    return Prompt(messages, text, category or None, later, tuple(tools))
 
 
-_Content = tuple[tuple[dict[str, Any], ...] | None, str | None]
+_Content = tuple[tuple[dict[str, Any], ...] | None, str | None, tuple[str, ...]]
 
 
 def _from_prompt(value: Any, where: str) -> _Content:
     if not isinstance(value, str):
         raise ForerunError(f"{where}: prompt must be text")
-    return None, value
+    return None, value, ()
 
 
 def _from_messages(value: Any, where: str) -> _Content:
@@ -83,13 +90,14 @@ def _from_messages(value: Any, where: str) -> _Content:
     )
     if not valid or not value:
         raise ForerunError(f"{where}: messages must be a list of objects with role and content")
-    return tuple(value), None
+    return tuple(value), None, ()
 
 
 def _from_turns(value: Any, where: str) -> _Content:
-    if not isinstance(value, list) or not value or not isinstance(value[0], str):
-        raise ForerunError(f"{where}: turns must be a list of texts, the first one the user's")
-    return ({"role": "user", "content": value[0]},), None
+    texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if not texts or not value:
+        raise ForerunError(f"{where}: turns must be a list of texts, all of them the user's")
+    return ({"role": "user", "content": value[0]},), None, tuple(value[1:])
 
 
 _READERS: dict[str, Callable[[Any, str], _Content]] = {

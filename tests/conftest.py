@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,49 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers with a byte tokenizer, as transformers would save it."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    from forerun.models.hf_config import config_from_json, read_json
+    from forerun.models.weights import tensor_shapes
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "vocab_size": 260,
+                "hidden_size": 48,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 10000.0,
+                "tie_word_embeddings": True,
+                "eos_token_id": 257,
+            }
+        )
+    )
+    config = config_from_json(read_json(folder / "config.json"), "config.json")
+    generator = torch.Generator().manual_seed(3)
+    save_file(
+        {
+            name: torch.randn(*shape, generator=generator) * 0.3 + ("norm" in name)
+            for name, shape in tensor_shapes(config)
+        },
+        folder / "model.safetensors",
+    )
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def tiny_manifest(drafter: Any, trees: dict[int, Tree | None]) -> Manifest:

@@ -1,4 +1,4 @@
-"""`forerun synthesize` and `forerun train`."""
+"""`forerun train`."""
 
 from __future__ import annotations
 
@@ -8,57 +8,8 @@ from typing import Any
 import click
 
 PATH = click.Path(path_type=Path)
-KINDS = ["medusa", "eagle", "eagle3", "mtp"]
+KINDS = ["medusa", "eagle", "eagle3", "mtp", "dflash", "draft"]
 """Those of `forerun.training.kinds`, which imports torch; help must not."""
-
-
-@click.command("synthesize")
-@click.argument("target")
-@click.option("--prompts", type=PATH, required=True, help="JSON lines: prompt, messages or turns.")
-@click.option("-o", "--output", type=PATH, required=True, help="Folder of the data.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=160, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True)
-@click.option(
-    "--greedy-share",
-    type=click.FloatRange(0, 1),
-    default=0.0,
-    show_default=True,
-    help="Share of the prompts answered at temperature 0 all the same.",
-)
-@click.option("--batch", type=click.IntRange(1), default=192, show_default=True)
-@click.option("--limit", type=click.IntRange(1), help="Read only the first so many prompts.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16")
-def synthesize_command(
-    target: str,
-    prompts: Path,
-    output: Path,
-    max_new_tokens: int,
-    temperature: float,
-    greedy_share: float,
-    batch: int,
-    limit: int | None,
-    seed: int,
-    dtype: str,
-) -> None:
-    """Lets TARGET answer prompts, as training data. Goes on where a killed run stopped."""
-    import time
-
-    from forerun.models.checkpoint import load_checkpoint
-    from forerun.runtime.prompts import read_prompts
-    from forerun.training.synthesize import SynthesizeConfig, synthesize
-
-    config = SynthesizeConfig(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        greedy_share=greedy_share,
-        seed=seed,
-        dtype=dtype,
-    )
-    start = time.monotonic()
-    added = synthesize(load_checkpoint(target), read_prompts(prompts, limit), output, config, batch)
-    seconds = time.monotonic() - start
-    click.echo(f"{output}: {added} answer tokens in {seconds:.0f} s ({added / seconds:.0f}/s)")
 
 
 @click.command("train")
@@ -66,7 +17,11 @@ def synthesize_command(
 @click.argument("target")
 @click.option("--data", type=PATH, required=True, multiple=True, help="Data folder; repeatable.")
 @click.option("-o", "--output", type=PATH, required=True, help="Folder of the drafter.")
-@click.option("--heads", type=click.IntRange(1, 16), help="medusa. Default: 4.")
+@click.option(
+    "--heads",
+    type=click.IntRange(1, 128),
+    help="medusa: default 4. draft: attention heads, by default one for each 64 of the width.",
+)
 @click.option("--layers", type=click.IntRange(1, 8), help="medusa: blocks a head. Default: 3.")
 @click.option(
     "--unroll", type=click.IntRange(1, 16), help="eagle, eagle3, mtp: steps drafted. Default: 5."
@@ -79,7 +34,29 @@ def synthesize_command(
 @click.option(
     "--intermediate",
     type=click.IntRange(1),
-    help="eagle, eagle3, mtp: width of the MLP. Default: the target's.",
+    help="Not medusa: width of the MLP. Default: the target's; draft: 8/3 of the width.",
+)
+@click.option("--depth", type=click.IntRange(1, 64), help="dflash, draft: layers. Default: 2.")
+@click.option("--block", type=click.IntRange(2, 64), help="dflash: slots. Default: 8.")
+@click.option(
+    "--feature-layer",
+    "features",
+    type=click.IntRange(-1),
+    multiple=True,
+    callback=lambda _context, _option, given: given or None,
+    help="dflash: a hidden state of the target to read; repeatable. Default: five spread out.",
+)
+@click.option(
+    "--reach",
+    type=click.FloatRange(0, min_open=True),
+    help="dflash: slots over which the loss's weight falls by e. Default: 4 for 8 slots.",
+)
+@click.option("--anchors", type=click.IntRange(1), help="dflash: blocks a text. Default: 16.")
+@click.option("--width", type=click.IntRange(2), help="draft: hidden size. Default: 192.")
+@click.option(
+    "--reading",
+    type=click.FloatRange(0),
+    help="draft: weight of the prompts' tokens against the answers'. Default: 0.1.",
 )
 @click.option("--epochs", type=click.IntRange(1), help="Default: 4.")
 @click.option(
@@ -89,16 +66,49 @@ def synthesize_command(
 )
 @click.option("--rate", type=click.FloatRange(0, min_open=True), help="Default: 0.001.")
 @click.option("--draft-vocabulary", type=click.IntRange(16), help="Default: 8192.")
+@click.option(
+    "--average",
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Decay of a running mean of the weights, which is kept. Default: none.",
+)
+@click.option(
+    "--patience",
+    type=click.IntRange(1),
+    help="End after so many epochs without a better held-out tau; keep the best. Default: never.",
+)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: bfloat16.")
 @click.option("--seed", type=click.IntRange(0), help="Default: 0.")
+@click.option(
+    "--bundle",
+    type=PATH,
+    help="A bundle with a drafter of this shape: what it costs here predicts the speedup.",
+)
+@click.option(
+    "--sweep",
+    multiple=True,
+    metavar="NAME=N,N",
+    help="Train and compile each of several sizes, as in intermediate=384,768; repeatable.",
+)
 def train_command(
-    kind: str, target: str, data: tuple[Path, ...], output: Path, **given: Any
+    kind: str,
+    target: str,
+    data: tuple[Path, ...],
+    output: Path,
+    bundle: Path | None,
+    sweep: tuple[str, ...],
+    **given: Any,
 ) -> None:
     """Trains a drafter of KIND for TARGET on its own answers, and measures it on held-out ones.
 
-    A killed run goes on from its last checkpoint.
+    A killed run goes on from its last checkpoint. Started by torchrun, several processes train
+    together.
     """
     from forerun.models.checkpoint import load_checkpoint
-    from forerun.training.kinds import TRAIN
+    from forerun.training.kinds import sweep_sizes, train
 
-    TRAIN[kind](load_checkpoint(target), data, output, given, click.echo)
+    checkpoint = load_checkpoint(target)
+    if sweep:
+        sweep_sizes(kind, target, checkpoint, data, output, given, sweep, click.echo)
+    else:
+        train(kind, checkpoint, data, output, given, click.echo, bundle)
     click.echo(f"{output}: done")

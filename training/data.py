@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
-from forerun.training.synthesize import MANIFEST, shard_files
+from forerun.training.shards import MANIFEST, shard_files
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,17 @@ from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_layer import DraftLayerConfig
 from forerun.models.drafter import NORMED
+from forerun.models.drafter_folder import vocabulary_tensors
 from forerun.models.drafters import vocabulary_matrix
 from forerun.models.eagle import Eagle, Eagle3, EagleConfig
 from forerun.models.eagle_folder import save_eagle
 from forerun.models.mtp import Mtp
 from forerun.models.mtp_folder import save_mtp
-from forerun.training.data import commonest
-from forerun.training.evaluate import columns_of
-from forerun.training.fit import Settings, Task, finished, fit
+from forerun.training.fit import Settings, Task, Worth, fit
+from forerun.training.lesson import Lesson, pack, progress_line
+from forerun.training.published import LAYER_NAMES, by_published_names
 from forerun.training.texts import Text
-from forerun.training.unrolled import Columns, batch_of, losses, trainable
+from forerun.training.unrolled import batch_of, losses, trainable
 
 Tensors = dict[str, Tensor]
 
@@ -56,54 +57,31 @@ def train_eagle(
     training: EagleTraining,
     settings: Settings,
     say: Callable[[str], None] = lambda line: None,
+    worth: Worth | None = None,
 ) -> None:
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
-    seen = [text for text in texts if not text.held_out]
-    used = [text for text in seen if len(text.states) > 1]
-    if not used:
-        raise ForerunError(
-            "no answer of two tokens or more to train on, held-out ones aside: synthesize more"
-        )
-    say(f"{sum(len(text.states) for text in used)} answer tokens to train on")
-    capacity = max(len(text.tokens) for text in used) + training.unroll + 2
-    vocabulary = checkpoint.config.vocab_size
-    frequencies = torch.bincount(torch.cat([text.tokens for text in seen]), minlength=vocabulary)
-    ids = commonest(frequencies, training.draft_vocabulary).sort().values
-    drafter = trainable(*start(checkpoint, training, ids, capacity), capacity)
-    ends, columns = Columns.of(checkpoint, ids), columns_of(ids, vocabulary)
+    lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say)
+    capacity = lesson.longest + training.unroll + 2
+    drafter = trainable(*start(checkpoint, training, lesson.ids, capacity), capacity)
     weights = training.decay ** torch.arange(training.unroll)
 
     def loss(group: Sequence[Text]) -> tuple[Tensor, Tensor]:
         batch = batch_of(group, training.unroll)
-        found, right, counts = losses(drafter, batch, ends, columns, training.unroll)
+        found, right, counts = losses(drafter, batch, lesson.ends, lesson.columns, training.unroll)
         share = right / counts.clamp(min=1)
         return (found * weights).sum(), torch.cat([found.detach(), share])
 
-    def report(epoch: int, figures: Tensor) -> None:
-        found, share = figures.chunk(2)
-        shown = [" ".join(f"{x:.3f}" for x in part.tolist()) for part in (found, share)]
-        say(f"epoch {epoch}: loss {shown[0]}; all right up to step 1, 2, ...: {shown[1]}")
-
-    facts = f"{asdict(training)} {checkpoint.digest} {len(used)} {sum(len(t.tokens) for t in used)}"
-    groups = pack(used, training.batch)
+    groups = pack(lesson.texts, training.batch)
 
     def epoch(draw: torch.Generator) -> list[list[Text]]:
         return [groups[i] for i in torch.randperm(len(groups), generator=draw).tolist()]
 
-    fit(Task(drafter, len(groups), epoch, loss, facts), folder, settings, report)
-    write(folder, checkpoint, drafter, ids, training, settings)
-    finished(folder)
+    def save(where: Path, trained: Eagle) -> None:
+        write(where, checkpoint, trained, lesson.ids, training, settings)
 
-
-def pack(texts: Sequence[Text], tokens: int) -> list[list[Text]]:
-    """Groups of texts of like length, each of at most so many padded tokens (one text at least)."""
-    groups: list[list[Text]] = []
-    for text in sorted(texts, key=lambda text: (len(text.tokens), len(text.states))):
-        if groups and (len(groups[-1]) + 1) * len(text.tokens) <= tokens:
-            groups[-1].append(text)
-        else:
-            groups.append([text])
-    return groups
+    facts = f"{asdict(training)} {lesson.facts}"
+    task = Task(drafter, len(groups), epoch, loss, facts, progress_line, save)
+    fit(task, folder, settings, say, worth)
 
 
 def start(
@@ -126,9 +104,9 @@ def start(
     return make(checkpoint, eagle, ids, capacity), layer
 
 
-def target_layer(checkpoint: Checkpoint, layer: DraftLayerConfig) -> Tensors:
-    """The target's last layer but two, by a layer's names; its MLP cut to the wanted width."""
-    prefix = f"model.layers.{max(checkpoint.config.num_layers - 3, 0)}."
+def target_layer(checkpoint: Checkpoint, layer: DraftLayerConfig, from_end: int = 3) -> Tensors:
+    """The target's last layer but two (last: 1), by a layer's names; its MLP cut to the width."""
+    prefix = f"model.layers.{max(checkpoint.config.num_layers - from_end, 0)}."
     found = {
         name.removeprefix(prefix): weight.clone()
         for name, weight in checkpoint.weights.items()
@@ -207,36 +185,17 @@ def write(
         save_mtp(folder, drafter.config, tensors, facts)
         return
     if training.kind == "eagle3":
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        kept = torch.zeros(checkpoint.config.vocab_size, dtype=torch.bool)
-        kept[ids] = True
-        tensors["t2d"] = kept
+        tensors |= vocabulary_tensors(ids, checkpoint.config.vocab_size)
     save_eagle(folder, drafter.config, tensors, facts)
 
 
 def published(drafter: Eagle) -> Tensors:
     """The drafter's weights by published names, matrices as `[out, in]`."""
-    found: Tensors = {}
-    names = {**LAYER_NAMES, **OUTER_NAMES[drafter.kind]}
     prefix = "" if drafter.kind == "mtp" else "layers.0."
-    for name, weight in drafter.named_parameters():
-        module, _, part = name.rpartition(".")
-        inner = module in LAYER_NAMES
-        key = f"{prefix if inner else ''}{names[module]}.{part}"
-        found[key] = weight.detach().T if weight.dim() == 2 else weight.detach()
-    return found
+    outer = OUTER_NAMES[drafter.kind]
+    return by_published_names(drafter, lambda name: outer.get(name) or prefix + LAYER_NAMES[name])
 
 
-LAYER_NAMES = {
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
 OUTER_NAMES = {
     "eagle": {"fc": "fc"},
     "eagle3": {

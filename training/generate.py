@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,16 @@ class GenerateConfig:
     batch: int = 96
     refill: int = 8
     """Waiting prompts are admitted once this many rows are free: a prefill needs company."""
+    top: int = 0
+    """How many of the likeliest tokens are kept at every place of an answer."""
+
+
+@dataclass(frozen=True)
+class Top:
+    """The likeliest tokens, best first, and their log-probabilities at temperature 1."""
+
+    ids: Tensor  # [n, K] int32
+    logprobs: Tensor  # [n, K] float16: within 0.0005 relative, or 0.004 down to -16
 
 
 @dataclass
@@ -46,6 +56,7 @@ class _Row:
     answer: list[int]
     states: list[Tensor]  # [H] each
     draws: list[float]
+    tops: list[Top]  # [K] each
 
 
 @dataclass(frozen=True)
@@ -57,12 +68,16 @@ class Answer:
     """The stop token included."""
     states: Tensor
     """`[tokens, H]`: the normed hidden state that chose each token."""
+    top: Top | None = None
 
 
 def generate(
-    target: Target, requests: Iterable[Request], config: GenerateConfig
+    target: Target,
+    requests: Iterable[Request],
+    config: GenerateConfig,
+    follow: Callable[[Answer], Request | None] = lambda answer: None,
 ) -> Iterator[Answer]:
-    """Yields every request's answer as it finishes.
+    """Yields every request's answer as it finishes; what `follow` makes of it joins the queue.
 
     A sampled answer depends on its own seed alone, never on the company it was decoded in (but
     for rounding). A prompt and its answer must fit the target's capacity.
@@ -74,9 +89,13 @@ def generate(
             room = len(batch.free)
             if waiting and (room >= min(config.refill, len(waiting)) or not batch.live):
                 group = [waiting.popleft() for _ in range(min(room, config.refill, len(waiting)))]
-                yield from batch.admit(group)
+                finished = batch.admit(group)
             else:
-                yield from batch.step()
+                finished = batch.step()
+            for answer in finished:
+                following = follow(answer)
+                waiting += [] if following is None else [following]
+                yield answer
             if not waiting:
                 batch.shrink()
 
@@ -114,7 +133,7 @@ class _Batch:
         self.length[places] = length
         for place, request in zip(places.tolist(), group, strict=True):
             table = uniforms(request.seed, self.config.max_new_tokens)
-            self.rows[place] = _Row(request, [], [], table.tolist())
+            self.rows[place] = _Row(request, [], [], table.tolist(), [])
         last = read.rest.hidden[torch.arange(len(group)), length - read.shared - 1]  # [n, H]
         yield from self._choose(places.tolist(), last)
 
@@ -142,28 +161,33 @@ class _Batch:
         rows = [row for place in places if (row := self.rows[place]) is not None]
         temperature = torch.tensor([row.request.temperature for row in rows])
         draws = torch.tensor([row.draws[len(row.answer)] for row in rows])
-        chosen = choose(self.target.head, hidden, temperature, draws)
+        logits = self.target.head(hidden)  # [n, V]
+        chosen = choose(self.target.head, hidden, logits, temperature, draws)
         self.last[places] = chosen
+        if self.config.top:
+            top = likeliest(self.target.head, hidden, logits, self.config.top)
+            for row, ids, logprobs in zip(rows, top.ids, top.logprobs, strict=True):
+                row.tops.append(Top(ids, logprobs))
         for place, row, token, state in zip(places, rows, chosen.tolist(), hidden, strict=True):
             row.answer.append(token)
             row.states.append(state)
             if token in self.config.stop_ids or len(row.answer) == self.config.max_new_tokens:
                 self.rows[place] = None
-                yield Answer(row.request, row.answer, torch.stack(row.states))
+                yield Answer(row.request, row.answer, torch.stack(row.states), _stacked(row.tops))
 
 
-def choose(head: nn.Module, hidden: Tensor, temperature: Tensor, draws: Tensor) -> Tensor:
+def choose(
+    head: nn.Module, hidden: Tensor, logits: Tensor, temperature: Tensor, draws: Tensor
+) -> Tensor:
     """One token a row `[n]`: the likeliest at temperature 0, else drawn by the inverse CDF.
 
-    bfloat16 scores tie often, so the best few are scored again in float32.
+    `logits` `[n, V]` are the `head`'s of `hidden` `[n, H]`. In bfloat16 they tie often, so the best
+    few are scored again in float32.
     """
-    logits = head(hidden)  # [n, V]
     if logits.dtype == torch.float32:
         chosen = logits.argmax(-1)
     else:
-        best = logits.topk(RESCORED, dim=-1).indices  # [n, k]
-        columns = vocabulary_rows(head, best).to(torch.float32)  # [n, k, H]
-        scores = (columns @ hidden.to(torch.float32)[..., None])[..., 0]
+        best, scores = _rescored(head, hidden, logits, RESCORED)
         chosen = best.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
     sampled = temperature > 0
     if sampled.any():
@@ -173,6 +197,33 @@ def choose(head: nn.Module, hidden: Tensor, temperature: Tensor, draws: Tensor) 
         chosen[sampled] = torch.searchsorted(cdf, wanted, right=True)[:, 0]
     assert isinstance(chosen, Tensor)
     return chosen
+
+
+def likeliest(head: nn.Module, hidden: Tensor, logits: Tensor, count: int) -> Top:
+    """The `count` best tokens of each row, from a float32 log-softmax; arguments as `choose`'s.
+
+    The best of bfloat16 logits are scored again in float32, a few more than are kept.
+    """
+    wide = logits.to(torch.float32)
+    if logits.dtype != torch.float32:
+        extra = min(count + RESCORED, wide.shape[1])
+        wide.scatter_(1, *_rescored(head, hidden, logits, extra))
+    best = wide.log_softmax(-1).topk(count, dim=-1)
+    return Top(best.indices.to(torch.int32), best.values.to(torch.float16))
+
+
+def _rescored(head: nn.Module, hidden: Tensor, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best tokens of each row by `logits`, and their scores in float32 `[n, count]`."""
+    best = logits.topk(count, dim=-1).indices
+    columns = vocabulary_rows(head, best).to(torch.float32)  # [n, count, H]
+    return best, (columns @ hidden.to(torch.float32)[..., None])[..., 0]
+
+
+def _stacked(tops: Sequence[Top]) -> Top | None:
+    """The places of one answer as `[n, K]`."""
+    if not tops:
+        return None
+    return Top(torch.stack([top.ids for top in tops]), torch.stack([top.logprobs for top in tops]))
 
 
 def vocabulary_rows(head: nn.Module, ids: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from forerun.models.drafters import vocabulary_matrix
 from forerun.models.medusa import MedusaConfig
 from forerun.models.medusa_folder import save_medusa
 from forerun.training.data import Answers, Data, check_target, commonest
-from forerun.training.evaluate import in_vocabulary, measure
-from forerun.training.fit import Settings, Task, finished, fit
+from forerun.training.evaluate import Measured, in_vocabulary, measure
+from forerun.training.fit import Settings, Task, Worth, fit
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def train_medusa(
     folder: Path,
     training: MedusaTraining,
     settings: Settings,
-    report: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda line: None,
+    worth: Worth | None = None,
 ) -> MedusaConfig:
     """Trains heads on `data.train`, measures them on `data.held_out`, writes `folder`.
 
@@ -81,12 +83,35 @@ def train_medusa(
     ids = commonest(data.frequencies, training.draft_vocabulary)
     hidden = checkpoint.config.hidden_size
     heads = Heads(training.heads, training.layers, hidden)
-    _fit(heads, data.train, vocabulary, ids, folder, training, settings, report)
+    written: list[tuple[MedusaConfig, Measured]] = []
+
+    def save(where: Path, trained: Heads) -> None:
+        written.append(_write(where, checkpoint, data, trained, ids, training, settings))
+
+    task = _task(heads, data.train, vocabulary, ids, training, settings, save)
+    fit(task, folder, settings, say, worth)
+    config, result = written[-1]
+    for line in result.lines:
+        say(line)
+    return config
+
+
+def _write(
+    folder: Path,
+    checkpoint: Checkpoint,
+    data: Data,
+    trained: Heads,
+    ids: Tensor,
+    training: MedusaTraining,
+    settings: Settings,
+) -> tuple[MedusaConfig, Measured]:
+    """The drafter's folder, in float16, with what its heads get right on held-out answers."""
+    heads = deepcopy(trained)
     # What is measured is what is shipped: rounded to float16.
     heads.load_state_dict({k: v.half().float() for k, v in heads.state_dict().items()})
+    vocabulary = vocabulary_matrix(checkpoint)
     result = measure(heads, data.held_out, vocabulary, ids, training.top_k)
-    for line in result.lines:
-        report(line)
+    hidden = checkpoint.config.hidden_size
     config = MedusaConfig(
         training.heads, training.layers, hidden, training.top_k, result.table("mean")
     )
@@ -100,20 +125,18 @@ def train_medusa(
     tensors = {name: tensor.to(torch.float16) for name, tensor in heads.state_dict().items()}
     tensors["ids"] = ids.to(torch.int32)
     save_medusa(folder, config, tensors, facts)
-    finished(folder)
-    return config
+    return config, result
 
 
-def _fit(
+def _task(
     heads: Heads,
     answers: Answers,
     vocabulary: Tensor,
     ids: Tensor,
-    folder: Path,
     training: MedusaTraining,
     settings: Settings,
-    report: Callable[[str], None],
-) -> None:
+    save: Callable[[Path, Heads], None],
+) -> Task[Tensor]:
     """Cross-entropy of every head against the token that followed.
 
     The heads share no parameter and AdamW ignores a loss's scale, so the heads' losses are summed
@@ -137,12 +160,12 @@ def _fit(
         figures = torch.stack(found)
         return figures.sum(), figures
 
-    def told(number: int, figures: Tensor) -> None:
-        report(f"epoch {number}: loss by head {' '.join(f'{x:.3f}' for x in figures.tolist())}")
+    def told(number: int, figures: Tensor) -> str:
+        return f"epoch {number}: loss by head {' '.join(f'{x:.3f}' for x in figures.tolist())}"
 
     steps = max(len(usable) // training.batch, 1)
     facts = json.dumps([asdict(training), len(usable)])
-    fit(Task(heads, steps, epoch, loss, facts), folder, settings, told)
+    return Task(heads, steps, epoch, loss, facts, told, save)
 
 
 class VocabularyLoss(torch.autograd.Function):

@@ -1,56 +1,136 @@
-"""Prompts -> the target's own answers, in shards that survive a kill."""
+"""Prompts -> the target's own answers, in shards that survive a kill.
+
+A shard is decoded by itself, by the same code in this process and in Ray's, so its bytes depend on
+its own prompts and the configuration alone. A killed run loses the shards it was working on.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors.torch import save_file
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.target import Target
 from forerun.progress import progress
-from forerun.runtime.chat import render_chat
 from forerun.runtime.prompts import Prompt
+from forerun.training.filters import Excluded, is_held_out
 from forerun.training.generate import Answer, GenerateConfig, Request, generate
+from forerun.training.plan import (
+    Job,
+    Plan,
+    SynthesizeConfig,
+    answer_seed,
+    capacity,
+    following_prompt,
+    make_plan,
+    sizes,
+)
+from forerun.training.shards import (
+    DTYPES,
+    MANIFEST,
+    Said,
+    remove_parts,
+    shard_path,
+    write_shard,
+    write_whole,
+)
+from forerun.training.texts import has_features, write_features
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-HELD_OUT_PERCENT = 5
-MANIFEST = "manifest.json"
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class SynthesizeConfig:
-    """What shapes the answers; all of it is in the manifest, and a resumed run must agree."""
+class Open:
+    """A shard that lacks its texts (then `jobs` are all of them) or only their features."""
 
-    max_new_tokens: int = 160
-    max_prompt_tokens: int = 640
-    """Longer prompts are skipped, and counted in the manifest."""
-    temperature: float = 0.0
-    greedy_share: float = 0.0
-    """The share of prompts that are answered at temperature 0 all the same."""
-    seed: int = 0
-    shard: int = 64
-    """Prompts in a shard."""
-    dtype: str = "bfloat16"
+    number: int
+    jobs: tuple[Job, ...]
 
 
 @dataclass(frozen=True)
-class Item:
-    """A prompt's tokens and where its answer goes."""
+class Block:
+    """What makes a shard, wherever it runs."""
 
-    index: int
-    prompt: tuple[int, ...]
-    temperature: float
-    category: str
-    held_out: bool
+    checkpoint: Checkpoint
+    target: Target
+    folder: Path
+    config: SynthesizeConfig
+    layers: tuple[int, ...]
+    """Feature layers that are kept beside the shard; none: nothing is."""
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        slots: int,
+        folder: Path,
+        config: SynthesizeConfig,
+        layers: tuple[int, ...],
+    ) -> Block:
+        """With a target of so many cache slots."""
+        target = Target(checkpoint.config, checkpoint.weights, slots, "torch").eval()
+        return cls(checkpoint, target.to(DTYPES[config.dtype]), folder, config, layers)
+
+    def make(self, shard: Open, advance: Callable[[], None] = lambda: None) -> int:
+        """Writes what the shard lacks; how many answer tokens that added."""
+        path, added = shard_path(self.folder, shard.number), 0
+        if not path.exists():
+            texts = self.answers(shard.jobs, advance)
+            write_shard(path, texts)
+            added = sum(len(text.answer.tokens) for text in texts)
+        if self.layers and not has_features(path, self.layers):
+            write_features(self.target, path, self.layers)
+        return added
+
+    def answers(self, jobs: Sequence[Job], advance: Callable[[], None]) -> list[Said]:
+        """Every job's answers, in order; each but a conversation's last becomes part of what the
+        next one answers."""
+        room = self.config.room(self.checkpoint)
+        settings = GenerateConfig(
+            self.checkpoint.stop_ids,
+            self.config.max_new_tokens,
+            self.config.batch,
+            top=self.config.top_logprobs,
+        )
+        said: list[list[Answer]] = [[] for _ in jobs]
+
+        def request(place: int, tokens: tuple[int, ...]) -> Request:
+            job = jobs[place]
+            return Request(place, tokens, job.temperature, answer_seed(self.config, tokens, job))
+
+        def follow(answer: Answer) -> Request | None:
+            place = answer.request.index
+            said[place].append(answer)
+            job = jobs[place]
+            if len(said[place]) < job.turns:
+                before = [answer.tokens for answer in said[place]]
+                tokens = following_prompt(self.checkpoint, job, before)
+                if len(tokens) <= room:
+                    return request(place, tokens)
+            advance()
+            return None
+
+        asked = [request(place, job.tokens) for place, job in enumerate(jobs)]
+        for _ in generate(self.target, asked, settings, follow):
+            pass
+        return [
+            Said(
+                *(job.index, job.sample, turn, job.temperature, job.prompt.category or ""),
+                is_held_out(job.prompt),
+                answer,
+            )
+            for job, answers in zip(jobs, said, strict=True)
+            for turn, answer in enumerate(answers)
+        ]
+
+
+Run = Callable[[Sequence[Open], int, SynthesizeConfig, Path, tuple[int, ...]], int]
+"""(shards to make, cache slots, configuration, folder, feature layers) -> answer tokens added."""
 
 
 def synthesize(
@@ -58,129 +138,117 @@ def synthesize(
     prompts: Sequence[Prompt],
     folder: Path,
     config: SynthesizeConfig,
-    batch: int = 192,
+    excluded: Excluded | None = None,
+    layers: tuple[int, ...] = (),
+    say: Say = lambda line: None,
+    run: Run | None = None,
 ) -> int:
     """Answers `prompts` into `folder`; returns how many answer tokens this call added.
 
-    Shards that are there already are kept, so a killed run goes on where it stopped. Raises
-    ForerunError where the folder holds data of other prompts or another configuration.
+    Shards that are there already are kept, so a killed run goes on where it stopped. `run` makes
+    them elsewhere than in this process. Raises ForerunError where the folder holds data of other
+    prompts or another configuration, or the disk is too small.
     """
-    items = [_item(checkpoint, prompt, index, config) for index, prompt in enumerate(prompts)]
-    kept = [item for item in items if len(item.prompt) <= config.max_prompt_tokens]
-    if not kept:
-        raise ForerunError(
-            f"no prompt has at most {config.max_prompt_tokens} tokens: raise max_prompt_tokens"
-        )
-    shards = [kept[start : start + config.shard] for start in range(0, len(kept), config.shard)]
-    _write_manifest(folder, checkpoint, kept, len(items) - len(kept), config)
-    open_shards = {i: shard for i, shard in enumerate(shards) if not _shard(folder, i).exists()}
-    slots = max(len(item.prompt) for item in kept) + config.max_new_tokens
-    capacity = -(-slots // 32) * 32
-    target = Target(checkpoint.config, checkpoint.weights, capacity, "torch").eval()
-    target.to(DTYPES[config.dtype])
-    requests = [
-        Request(item.index, item.prompt, item.temperature, _seed(config.seed, item.index))
-        for shard in open_shards.values()
-        for item in shard
+    plan = make_plan(checkpoint, prompts, excluded or Excluded(), config)
+    say(_kept(len(prompts), plan))
+    room = config.room(checkpoint)
+    manifest = _manifest(checkpoint, plan, config)
+    if (folder / MANIFEST).exists():
+        _check(folder / MANIFEST, manifest)
+        remove_parts(folder)
+    missing = [
+        Open(number, jobs)
+        for number, jobs in enumerate(plan.shards)
+        if not _complete(shard_path(folder, number), layers)
     ]
-    home = {item.index: i for i, shard in open_shards.items() for item in shard}
-    answers: dict[int, dict[int, Answer]] = {i: {} for i in open_shards}
-    settings = GenerateConfig(checkpoint.stop_ids, config.max_new_tokens, batch)
-    added = 0
-    with progress("answering", len(requests)) as advance:
-        for answer in generate(target, requests, settings):
-            number = home[answer.request.index]
-            answers[number][answer.request.index] = answer
-            added += len(answer.tokens)
-            if len(answers[number]) == len(open_shards[number]):
-                write_shard(_shard(folder, number), open_shards[number], answers.pop(number))
-            advance()
-    return added
+    found = len(plan.shards) - len(missing)
+    say(f"{len(plan.shards)} shards" + (f", {found} of them there already" if found else ""))
+    if not missing:
+        return 0
+    _check_space(folder, _bytes_left(folder, missing, room, config, checkpoint, layers), say)
+    write_whole(folder / MANIFEST, lambda part: part.write_text(json.dumps(manifest, indent=1)))
+    slots = capacity(plan, room, config)
+    if run is not None:
+        return run(missing, slots, config, folder, layers)
+    block = Block.of(checkpoint, slots, folder, config, layers)
+    with progress("answering", sum(len(shard.jobs) for shard in missing)) as advance:
+        return sum(block.make(shard, advance) for shard in missing)
 
 
-def write_shard(path: Path, items: Sequence[Item], answers: dict[int, Answer]) -> None:
-    """One file of prompts and answers; the name appears only once the content is complete."""
-    sequences = [[*item.prompt, *answers[item.index].tokens] for item in items]
-    states = torch.cat([answers[item.index].states for item in items])
-    tensors = {
-        "states": states.to(torch.bfloat16),
-        "tokens": torch.tensor([*chain.from_iterable(sequences)], dtype=torch.int32),
-        "lengths": torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int32),
-        "prompt_lengths": torch.tensor([len(item.prompt) for item in items], dtype=torch.int32),
-        "indices": torch.tensor([item.index for item in items], dtype=torch.int32),
-        "temperatures": torch.tensor([item.temperature for item in items], dtype=torch.float32),
-        "held_out": torch.tensor([item.held_out for item in items], dtype=torch.uint8),
-    }
-    part = path.with_suffix(".part")
-    save_file(tensors, part, {"categories": json.dumps([item.category for item in items])})
-    part.replace(path)
+def _complete(path: Path, layers: tuple[int, ...]) -> bool:
+    return path.exists() and (not layers or has_features(path, layers))
 
 
-def is_held_out(prompt: Prompt) -> bool:
-    """Whether a prompt belongs to the held-out part: by its last message, whatever precedes it."""
-    text = prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"])
-    key = " ".join(str(text).lower().split()).encode()
-    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 100 < HELD_OUT_PERCENT
+def _kept(asked: int, plan: Plan) -> str:
+    dropped = ", ".join(f"{count} {name}" for name, count in plan.dropped.items() if count)
+    return (
+        f"{asked} prompts, {plan.prompts} kept ({plan.held_out} of them held out by hash), "
+        f"dropped: {dropped or 'none'}"
+    )
 
 
-def _item(checkpoint: Checkpoint, prompt: Prompt, index: int, config: SynthesizeConfig) -> Item:
-    if prompt.text is not None and checkpoint.chat_template is None:
-        text = (checkpoint.bos_token or "") * checkpoint.add_bos + prompt.text
-    elif checkpoint.chat_template is None:
-        raise ForerunError(f"{checkpoint.name}: no chat template: give plain prompts")
-    else:
-        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
-        text = render_chat(
-            checkpoint.chat_template, messages, checkpoint.bos_token, checkpoint.eos_token
+def _bytes_left(
+    folder: Path,
+    missing: Sequence[Open],
+    room: int,
+    config: SynthesizeConfig,
+    checkpoint: Checkpoint,
+    layers: tuple[int, ...],
+) -> dict[str, int]:
+    """Bytes that are still to be written, at most, by part."""
+    hidden = checkpoint.config.hidden_size
+    unsaid = [shard for shard in missing if not shard_path(folder, shard.number).exists()]
+    texts = sizes([job for shard in unsaid for job in shard.jobs], room, config, hidden, 0)
+    all_jobs = [job for shard in missing for job in shard.jobs]
+    return texts | {"features": sizes(all_jobs, room, config, hidden, len(layers))["features"]}
+
+
+def _check_space(folder: Path, parts: dict[str, int], say: Say) -> None:
+    """Says how much will be written, at most; ForerunError where the disk has less."""
+    home = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    total, free = sum(parts.values()), shutil.disk_usage(home).free
+    shown = ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
+    say(f"to write: at most {_size(total)} ({shown}); {_size(free)} are free")
+    if total > free:
+        raise ForerunError(
+            f"{folder}: up to {_size(total)} to write, but {_size(free)} are free on that disk: "
+            "make room, or ask for fewer answers, features or log-probabilities"
         )
-    ids = tuple(checkpoint.tokenizer.encode(text, add_special_tokens=False).ids)
-    greedy = _seed(config.seed, index) % 1000 < 1000 * config.greedy_share
-    temperature = 0.0 if greedy else config.temperature
-    return Item(index, ids, temperature, prompt.category or "", is_held_out(prompt))
 
 
-def _seed(seed: int, index: int) -> int:
-    digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big")
+def _size(count: int) -> str:
+    """Bytes for people."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.3g} {unit}"
 
 
-def _shard(folder: Path, number: int) -> Path:
-    return folder / f"{number:05d}.safetensors"
-
-
-def _write_manifest(
-    folder: Path, checkpoint: Checkpoint, items: Sequence[Item], skipped: int, config: Any
-) -> None:
-    digest = hashlib.sha256()
-    for item in items:
-        digest.update(repr((item.index, item.prompt, item.temperature)).encode())
+def _manifest(checkpoint: Checkpoint, plan: Plan, config: SynthesizeConfig) -> dict[str, Any]:
     manifest = {
         "target": checkpoint.name,
         "target_digest": checkpoint.digest,
-        "prompts": len(items),
-        "prompts_digest": digest.hexdigest(),
-        "skipped": skipped,
         **asdict(config),
+        "prompts": plan.prompts,
+        "held_out": plan.held_out,
+        "dropped": plan.dropped,
+        "prompts_digest": plan.digest,
     }
-    path = folder / MANIFEST
-    if path.exists():
+    read_back: dict[str, Any] = json.loads(json.dumps(manifest))  # tuples become lists
+    return read_back
+
+
+def _check(path: Path, manifest: dict[str, Any]) -> None:
+    """Raises ForerunError where the manifest that is there is of other data."""
+    try:
         found = json.loads(path.read_text())
-        for key in sorted(manifest.keys() | found.keys()):
-            if found.get(key) != manifest.get(key):
-                raise ForerunError(
-                    f"{path}: made with {key} {found.get(key)!r}, now {manifest.get(key)!r}: "
-                    "repeat the first run's settings, or choose another folder"
-                )
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(manifest, indent=1))
-    part.replace(path)
-
-
-def shard_files(folder: Path) -> Iterator[Path]:
-    """The finished shards of a data folder, in order. Raises ForerunError where there are none."""
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        raise ForerunError(f"{folder}: no data in it: make some with forerun synthesize")
-    yield from found
+    except (OSError, ValueError) as error:
+        raise ForerunError(f"{path}: can't read it ({error}): choose another folder") from None
+    for key in (*manifest, *found):
+        if found.get(key) != manifest.get(key):
+            raise ForerunError(
+                f"{path}: made with {key} {found.get(key)!r}, now {manifest.get(key)!r}: "
+                "repeat the first run's settings, or choose another folder"
+            )

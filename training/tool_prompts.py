@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import click
 
 from forerun.errors import MissingDependencyError
 from forerun.training.chat_prompts import WORDS
+from forerun.training.filters import Excluded, normalised
 from forerun.training.tool_words import EXAMPLES, QUESTIONS
 
 HELD_OUT = ("live_simple", "multiple")
@@ -73,28 +73,24 @@ def split_calls(folder: Path | None = None) -> Split:
     """
     folder = bfcl_folder() if folder is None else folder
     held_out = tuple(call for name in HELD_OUT for call in read_calls(folder, name))
-    questions = {normalised(call.question) for call in held_out}
-    names = frozenset().union(*(call.names for call in held_out))
+    excluded = Excluded(
+        frozenset(normalised(call.question) for call in held_out),
+        frozenset(name for call in held_out for name in call.names),
+    )
     counts = {"held_out": len(held_out), "same_question": 0, "same_function": 0, "repeated": 0}
     train: dict[str, Call] = {}
     for category in TRAIN:
         for call in read_calls(folder, category):
             key = normalised(call.question)
-            if key in questions:
-                counts["same_question"] += 1
-            elif call.names & names:
-                counts["same_function"] += 1
+            reason = excluded.why((key,), call.names)
+            if reason is not None:
+                counts[reason] += 1
             elif key in train:
                 counts["repeated"] += 1
             else:
                 train[key] = call
     counts["train"] = len(train)
     return Split(held_out, tuple(train.values()), counts)
-
-
-def normalised(question: str) -> str:
-    """A question's words in lower case, without punctuation."""
-    return " ".join(re.findall(r"\w+", question.lower()))
 
 
 def bfcl_folder() -> Path:

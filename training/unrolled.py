@@ -14,16 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_layer import DraftLayerConfig, Rotary, Seen
-from forerun.models.drafter import Vocabulary
+from forerun.models.drafter import Drafter, Vocabulary
 from forerun.models.drafters import vocabulary_matrix
 from forerun.models.eagle import Eagle
 from forerun.training.texts import Text
+
+D = TypeVar("D", bound=Drafter)
 
 
 class TrainableRotary(Rotary):
@@ -37,9 +40,12 @@ class TrainableRotary(Rotary):
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
-def trainable(drafter: Eagle, layer: DraftLayerConfig, capacity: int) -> Eagle:
+def trainable(drafter: D, layer: DraftLayerConfig, capacity: int) -> D:
     """`drafter` with gradients everywhere."""
-    drafter.rotary = drafter.attention.rotary = TrainableRotary(layer, capacity)
+    rotary = TrainableRotary(layer, capacity)
+    for module in [*drafter.modules()]:
+        if isinstance(getattr(module, "rotary", None), Rotary):
+            module.rotary = rotary
     return drafter.requires_grad_(True).train()
 
 

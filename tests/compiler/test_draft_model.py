@@ -24,7 +24,9 @@ from forerun.compiler.options import CompileOptions  # noqa: E402
 from forerun.compiler.pipeline import compile_bundle  # noqa: E402
 from forerun.errors import ForerunError  # noqa: E402
 from forerun.models.checkpoint import load_checkpoint  # noqa: E402
+from forerun.models.draft_folder import VOCABULARY  # noqa: E402
 from forerun.models.draft_model import DraftModel  # noqa: E402
+from forerun.models.drafter_folder import vocabulary_tensors  # noqa: E402
 from forerun.models.drafters import find_drafter, load_drafter  # noqa: E402
 from forerun.models.hf_config import config_from_json, read_json  # noqa: E402
 from forerun.models.step import Step  # noqa: E402
@@ -37,6 +39,7 @@ from forerun.runtime.verify import VerifyConfig, verify  # noqa: E402
 
 PROMPT = [70, 71, 72, 0, 70, 71]
 CAPACITY = 128
+IDS = torch.arange(1, 257, 2).flip(0)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,14 @@ def draft_folder(tmp_path_factory, tiny_checkpoint_folder) -> Path:
     folder = tmp_path_factory.mktemp("draft") / "small"
     values = json.loads((tiny_checkpoint_folder / "config.json").read_text())
     write_draft(folder, values, Tokenizer.from_file(str(tiny_checkpoint_folder / "tokenizer.json")))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reduced_folder(tmp_path_factory, draft_folder) -> Path:
+    """The same one, of which half of the letters are drafted, out of order."""
+    folder = Path(shutil.copytree(draft_folder, tmp_path_factory.mktemp("draft") / "reduced"))
+    save_file(vocabulary_tensors(IDS, 260), folder / VOCABULARY)
     return folder
 
 
@@ -145,10 +156,49 @@ def test_rejection_needs_a_drafter_with_a_distribution(tiny_checkpoint_folder):
         )
 
 
-@pytest.fixture(scope="module", params=["matching", "rejection"])
-def exported(request, tmp_path_factory, draft_folder, tiny_checkpoint_folder):
+def test_drafts_of_a_reduced_vocabulary_are_the_best_of_it(reduced_folder, tiny_checkpoint_folder):
+    transformers = pytest.importorskip("transformers")
+    small = transformers.AutoModelForCausalLM.from_pretrained(reduced_folder).eval()
+    eager = EagerStep(make_step(tiny_checkpoint_folder, reduced_folder, "matching", 5), 64)
+    outputs, _, _ = eager.run(eager.prefill_inputs(PROMPT, [len(PROMPT) - 1], 6))
+    text = PROMPT + outputs.emitted[0, :1].tolist()
+    for token in outputs.next_tokens[0, 1:].tolist():
+        logits = small(torch.tensor([text])).logits[0, -1]
+        assert token == int(IDS[logits[IDS].argmax()])
+        text.append(token)
+
+
+BROKEN = {
+    "out of range": ({"d2t": torch.tensor([0, 259])}, "'d2t' leads to token ids from 0 to 260"),
+    "another key": ({"d2t": torch.tensor([1, 1]), "ids": torch.ones(2)}, "and no other"),
+    "no d2t": ({"ids": torch.ones(2)}, "expected the keys 'd2t' and 't2d'"),
+    "damaged": (None, "damaged"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_draft_vocabulary_is_one_line(
+    reduced_folder, tiny_checkpoint_folder, tmp_path, case
+):
+    tensors, message = BROKEN[case]
+    copy = Path(shutil.copytree(reduced_folder, tmp_path / "copy"))
+    (copy / VOCABULARY).write_bytes(b"nothing of the kind")
+    if tensors is not None:
+        save_file(tensors, copy / VOCABULARY)
+    with pytest.raises(ForerunError, match=message) as caught:
+        load_drafter(find_drafter(str(copy)), load_checkpoint(tiny_checkpoint_folder), CAPACITY)
+    assert str(copy / VOCABULARY) in str(caught.value)
+
+
+KINDS = [(folder, rule) for folder in ("whole", "reduced") for rule in ("matching", "rejection")]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=" ".join)
+def exported(request, tmp_path_factory, draft_folder, reduced_folder, tiny_checkpoint_folder):
     """(step, signature, ONNX Runtime session)"""
-    step = make_step(tiny_checkpoint_folder, draft_folder, request.param, 3)
+    folder, rule = request.param
+    draft = reduced_folder if folder == "reduced" else draft_folder
+    step = make_step(tiny_checkpoint_folder, draft, rule, 3)
     path = tmp_path_factory.mktemp("onnx") / "step.onnx"
     facts = export_step(step, path)
     return step, facts, ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -201,12 +251,14 @@ def tokens(engine, params: SamplingParams, nodes: int, new: int = 40) -> list[in
 
 
 @pytest.mark.slow  # exports
-@pytest.mark.parametrize("acceptance", ["matching", "rejection"])
-def test_a_bundle_is_certified(tmp_path, draft_folder, tiny_checkpoint_folder, acceptance):
+@pytest.mark.parametrize(("folder", "acceptance"), KINDS)
+def test_a_bundle_is_certified(
+    tmp_path, draft_folder, reduced_folder, tiny_checkpoint_folder, folder, acceptance
+):
     options = CompileOptions(
         target=str(tiny_checkpoint_folder),
         output=tmp_path / acceptance,
-        drafter=str(draft_folder),
+        drafter=str(reduced_folder if folder == "reduced" else draft_folder),
         precision="int8" if acceptance == "matching" else "fp32",
         capacity=512,
         trees=(4,),

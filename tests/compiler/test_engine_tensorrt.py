@@ -80,11 +80,11 @@ def medusa() -> Medusa:
     return Medusa(MedusaConfig(4, 1, HIDDEN, 3, accuracy), blocks, [head], ids)
 
 
-def draft_model(acceptance: str = "matching") -> DraftModel:
+def draft_model(acceptance: str = "matching", ids: torch.Tensor | None = None) -> DraftModel:
     """The tiny target's sizes, other weights."""
     config = tiny_target().config
     weights = {name: random(*shape) for name, shape in tensor_shapes(config)}
-    drafter = DraftModel(config, weights, SLOTS, acceptance=acceptance)
+    drafter = DraftModel(config, weights, SLOTS, acceptance=acceptance, ids=ids)
     drafter.trim([PENDING])
     return drafter
 
@@ -95,6 +95,7 @@ DRAFTERS = {
     "medusa": medusa,
     "draft": draft_model,
     "draft, rejection": lambda: draft_model("rejection"),
+    "draft of some tokens, rejection": lambda: draft_model("rejection", torch.arange(0, VOCAB, 2)),
 }
 
 

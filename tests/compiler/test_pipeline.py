@@ -144,7 +144,7 @@ def test_a_damaged_bundle_is_not_taken_for_the_same(options, int8_bundle, monkey
 
 def _stop(error: BaseException):
     def build(*args):
-        (args[4] / "half-done").write_text("x")
+        (args[3] / "half-done").write_text("x")
         raise error
 
     return build

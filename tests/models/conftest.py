@@ -58,11 +58,16 @@ def random_target(config: TargetConfig, seed: int = 0, attention: str = "grouped
 
 
 def random_draft_model(
-    seed: int = 0, gamma: int = 4, acceptance: str = "matching", **changes: Any
+    seed: int = 0,
+    gamma: int = 4,
+    acceptance: str = "matching",
+    ids: torch.Tensor | None = None,
+    **changes: Any,
 ) -> DraftModel:
-    """A draft model of random weights; with the target's seed and sizes it is the target."""
+    """A draft model of random weights; with the target's seed and sizes it is the target. It drafts
+    the tokens `ids` (None: all)."""
     config = tiny_config(**changes)
-    return DraftModel(config, random_weights(config, seed), SLOTS, gamma, acceptance).eval()
+    return DraftModel(config, random_weights(config, seed), SLOTS, gamma, acceptance, ids).eval()
 
 
 def random_medusa(target: Target, heads: int = 3, top_k: int = 3, seed: int = 1) -> Medusa:
@@ -257,7 +262,7 @@ def make_medusa() -> Callable[..., Medusa]:
 
 @pytest.fixture
 def make_draft_model() -> Callable[..., DraftModel]:
-    """`make_draft_model(seed=0, gamma=4, acceptance="matching", **config changes)`."""
+    """`make_draft_model(seed=0, gamma=4, acceptance="matching", ids=None, **config changes)`."""
     return random_draft_model
 
 

@@ -67,13 +67,16 @@ class Counting(Drafter):
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("nodes", [2, 6, 8, 20])
-@pytest.mark.parametrize("learned", ["medusa", "bushy", "counting"])
-def test_tokens_are_the_plain_ones(make_target, make_medusa, run_step, learned, nodes, sampling):
+@pytest.mark.parametrize("learned", ["medusa", "bushy", "counting", "draft"])
+def test_tokens_are_the_plain_ones(
+    make_target, make_medusa, make_draft_model, run_step, learned, nodes, sampling
+):
     target = make_target()
     drafter = {
         "medusa": lambda: make_medusa(target),
         "bushy": Bushy,
         "counting": Counting,
+        "draft": lambda: make_draft_model(7, num_layers=1),
     }[learned]()
     combined = Combined(as_growing(drafter), gamma=7 if nodes < 20 else 16)
     plain = run_step(Step(target, Drafter(), 8), PROMPT, 60, 1, **SAMPLING[sampling])
@@ -81,9 +84,13 @@ def test_tokens_are_the_plain_ones(make_target, make_medusa, run_step, learned, 
     assert run.tokens == plain.tokens
 
 
-def test_rows_of_a_batch_do_not_see_each_other(make_target, make_medusa, run_step):
+@pytest.mark.parametrize("learned", ["medusa", "draft"])
+def test_rows_of_a_batch_do_not_see_each_other(
+    make_target, make_medusa, make_draft_model, run_step, learned
+):
     target = make_target()
-    step = Step(target, Combined(as_growing(make_medusa(target))))
+    drafter = make_medusa(target) if learned == "medusa" else make_draft_model(7, num_layers=1)
+    step = Step(target, Combined(as_growing(drafter)))
     prompts = [[3, 4, 5, 6, 3, 4], [9, 9, 1, 0, 2, 9], [7, 0, 0, 7, 0, 0]]
     sampling = {"temperature": 0.7, "top_p": 0.95}
     together = run_step(step, prompts, 30, 8, seed=[1, 2, 3], **sampling)
@@ -91,6 +98,15 @@ def test_rows_of_a_batch_do_not_see_each_other(make_target, make_medusa, run_ste
         alone = run_step(step, prompt, 30, 8, seed=row + 1, **sampling)
         assert together.tokens[row] == alone.tokens[0]
         assert together.counts[row] == alone.counts[0]
+
+
+def test_a_draft_model_that_is_the_target_fills_the_tree_beside_the_lookup(
+    make_target, make_draft_model, run_step
+):
+    """Its own caches are kept up in company as they are alone: every draft is right."""
+    step = Step(make_target(2), Combined(as_growing(make_draft_model(2, gamma=4)), gamma=4))
+    run = run_step(step, PROMPT, 51, 9)
+    assert set(run.counts[0][:-1]) == {5}
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4])

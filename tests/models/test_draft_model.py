@@ -153,3 +153,48 @@ def test_it_drafts_as_many_tokens_as_the_largest_tree_takes(make_draft_model):
     assert drafter.states()[-1].shape == ("batch", 5, 61)
     drafter.trim([1])
     assert drafter.candidates == 1
+
+
+# --- a reduced vocabulary ---------------------------------------------------------------------
+
+IDS = torch.arange(1, 61, 3)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_reduced_vocabulary_gives_plain_tokens(
+    make_target, make_draft_model, run_step, sampling, seed
+):
+    target = make_target(seed)
+    plain = run_step(Step(target, Drafter(), 5), PROMPT, 50, 1, **SAMPLING[sampling])
+    step = Step(target, make_draft_model(seed + 50, ids=IDS, **SMALL))
+    for chunk in (None, 3):
+        drafted = run_step(step, PROMPT, 50, 5, chunk=chunk, **SAMPLING[sampling])
+        assert drafted.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_drafts_the_best_of_the_tokens_it_may(make_target, make_draft_model, run_step, tied):
+    small = make_target(9, tie_embeddings=tied)
+    step = Step(make_target(), make_draft_model(9, ids=IDS, tie_embeddings=tied))
+    run = run_step(step, PROMPT, 12, 5, chunk=4)
+    text = PROMPT + run.tokens[0]
+    drafted = run.last.tokens[0].tolist()
+    assert drafted[0] == text[-1]
+    for token in drafted[1:]:
+        assert token == int(IDS[float32_logits(small, text)[-1][IDS].argmax()])
+        text = [*text, token]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_all_tokens_are_no_reduction(make_target, make_draft_model, run_step, sampling):
+    """Drafting as the target does, so that a uniform falls on the same token in both."""
+    step = Step(make_target(2), make_draft_model(2, ids=torch.arange(61)))
+    run = run_step(step, PROMPT, 51, 5, **SAMPLING[sampling])
+    assert set(run.counts[0][:-1]) == {5}
+
+
+def test_q_is_kept_over_the_tokens_that_are_drafted(make_draft_model):
+    drafter = make_draft_model(acceptance="rejection", ids=IDS)
+    assert drafter.states()[-1].shape == ("batch", 4, len(IDS))
+    assert drafter.options()["vocabulary"] == len(IDS)

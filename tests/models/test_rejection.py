@@ -183,10 +183,10 @@ SAME = {"num_layers": 1, "vocab_size": 12}
 SMALL = SAME | {"hidden_size": 16, "num_heads": 2, "num_kv_heads": 1}
 
 
-def sample(make_target, make_draft_model, run_step, warp, rows=ROWS, gamma=3):
+def sample(make_target, make_draft_model, run_step, warp, rows=ROWS, gamma=3, ids=None):
     """(target, tokens `[rows, NEW]`, counts) of a batch whose rows differ in their seed alone."""
     target = make_target(4, **SAME)
-    drafter = make_draft_model(8, gamma, "rejection", **SMALL)
+    drafter = make_draft_model(8, gamma, "rejection", ids, **SMALL)
     run = run_step(
         Step(target, drafter),
         PROMPT,
@@ -237,6 +237,48 @@ def test_a_step_samples_the_targets_distribution(
     accepted = np.mean([row[0] == 2 for row in counts])
     assert 0.2 < accepted < 0.8
     assert p_value(target, tokens, warp) > 1e-4
+
+
+REDUCED = torch.tensor([0, 1, 3, 4, 6, 7, 9, 11])
+"""Of 12 tokens: the others can be emitted, not drafted."""
+
+
+@pytest.mark.parametrize("warp", [{}, {"top_k": 6, "top_p": 0.8}])
+def test_a_drafter_of_some_tokens_samples_from_all(make_target, make_draft_model, run_step, warp):
+    target, tokens, counts = sample(make_target, make_draft_model, run_step, warp, ids=REDUCED)
+    accepted = np.mean([row[0] == 2 for row in counts])
+    assert 0.2 < accepted < 0.8
+    assert len(set(tokens.reshape(-1).tolist()) - set(REDUCED.tolist())) > (0 if warp else 2)
+    assert p_value(target, tokens, warp) > 1e-4
+
+
+def test_a_reduced_q_is_zero_elsewhere():
+    """Kept over its own tokens, it decides as the same q over all of them, spelled out."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(500, 3, 12, generator=generator) * 2
+    small = torch.randn(500, 2, 8, generator=generator).softmax(-1)
+    whole = torch.zeros(500, 2, 12)
+    for place, token in enumerate(REDUCED.tolist()):
+        whole[..., token] = small[..., place]
+    columns = torch.tensor([0, 1, 8, 2, 3, 8, 4, 5, 8, 6, 8, 7])
+    sampling = Sampling(torch.ones(500), torch.zeros(500, dtype=torch.int64), torch.ones(500))
+    uniforms = torch.rand(500, TABLES, 3, generator=generator)
+    children = REDUCED[torch.multinomial(small.flatten(0, 1), 1, generator=generator)]
+    children = torch.cat([children.reshape(500, 2), torch.full((500, 1), -1)], dim=1)
+    for branching in (True, False):
+        found = rejection.choose_rejecting(
+            logits, small, sampling, uniforms, children, branching, columns
+        )
+        expected = rejection.choose_rejecting(logits, whole, sampling, uniforms, children)
+        assert torch.equal(found, expected)
+        assert (found[:, :2] != children[:, :2]).any() and (found == children).any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_q_of_some_tokens_is_exact(seed):
+    p, q = pair(seed)
+    q[[2, 5]] = 0
+    assert (emitted(p, q / q.sum(), reject) - p).abs().max() < 1e-12
 
 
 def unwarped(original):

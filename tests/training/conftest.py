@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,3 +40,67 @@ def deep_checkpoint(tiny_checkpoint: Any) -> Any:
                 rest = name.split(".", 3)[3]
                 weights[f"model.layers.{layer}.{rest}"] = weight * 0.5
     return replace(tiny_checkpoint, config=replace(config, num_layers=6), weights=weights)
+
+
+CHAT = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}({{ message.role }}) {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}(assistant) {% endif %}"
+)
+"""A chat template in which every role can be told from the others."""
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint_folder: Path) -> Path:
+    """That folder with a chat template, and enough stop tokens for answers of all lengths."""
+    folder = tmp_path_factory.mktemp("chat") / "tiny"
+    shutil.copytree(tiny_checkpoint_folder, folder)
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    stops = {"eos_token_id": [257, *range(128, 256, 8)]}
+    (folder / "generation_config.json").write_text(json.dumps(stops))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def texts_of() -> Callable[..., list[Any]]:
+    """`texts_of(checkpoint, layers, count=24)`: prompts in the tiny target's alphabet, and what it
+    says to them, greedily, with its feature `layers`. Every sixth is held out."""
+    torch = pytest.importorskip("torch")
+    from forerun.models.drafter import NORMED
+    from forerun.models.target import Target
+    from forerun.training.texts import Text, features_of
+
+    def make(checkpoint: Any, layers: Sequence[int], count: int = 24) -> list[Any]:
+        target = Target(checkpoint.config, checkpoint.weights, 96, "torch").eval()
+        hidden, texts = checkpoint.config.hidden_size, []
+        for number in range(count):
+            prompt, answer = 3 + number % 5, 8 + number % 7
+            tokens = 40 + (number + torch.arange(prompt)) % 10
+            for _ in range(answer):
+                both = features_of(target, [tokens], [*layers, NORMED])[0]
+                following = target.head(both[-1:, -hidden:]).argmax(-1)
+                tokens = torch.cat([tokens, following])
+            both = features_of(target, [tokens], [*layers, NORMED])[0]
+            states, features = both[prompt - 1 : -1, -hidden:], both[:, :-hidden]
+            texts.append(Text(tokens, prompt, features, states, "loop", number % 6 == 0, True))
+        return texts
+
+    return make
+
+
+@pytest.fixture
+def steps_taken(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """(a 1 for each training step so far, at which of them a run is killed)"""
+    from forerun.training import fit
+
+    step, calls, deadly = fit._step, [], []
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) in deadly:
+            raise KeyboardInterrupt
+        return step(*arguments)
+
+    monkeypatch.setattr(fit, "_step", counted)
+    return calls, deadly

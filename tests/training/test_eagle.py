@@ -13,41 +13,21 @@ torch = pytest.importorskip("torch")
 from forerun.models.drafter import NORMED, Committed  # noqa: E402
 from forerun.models.drafters import find_drafter, load_drafter  # noqa: E402
 from forerun.models.ops import scatter_in_place  # noqa: E402
-from forerun.models.target import Target  # noqa: E402
-from forerun.training import fit as fit_module  # noqa: E402
 from forerun.training.eagle import (  # noqa: E402
     EagleTraining,
     feature_layers,
-    pack,
     published,
     start,
     train_eagle,
 )
 from forerun.training.fit import CHECKPOINT, Settings  # noqa: E402
-from forerun.training.texts import Text, features_of  # noqa: E402
+from forerun.training.lesson import pack  # noqa: E402
+from forerun.training.texts import Text  # noqa: E402
 from forerun.training.unrolled import Columns, batch_of, losses, trainable, unroll  # noqa: E402
 
 KINDS = ("eagle", "eagle3", "mtp")
 SLOTS = 96
 SETTINGS = Settings(epochs=4, rate=3e-3, save_every=2, dtype="float32")
-
-
-def texts_of(checkpoint: Any, kind: str, count: int = 24) -> list[Text]:
-    """Prompts in the tiny target's alphabet, and what it says to them, greedily."""
-    target = Target(checkpoint.config, checkpoint.weights, SLOTS, "torch").eval()
-    layers = feature_layers(kind, checkpoint.config.num_layers)
-    hidden, texts = checkpoint.config.hidden_size, []
-    for number in range(count):
-        prompt, answer = 3 + number % 5, 8 + number % 7
-        tokens = 40 + (number + torch.arange(prompt)) % 10
-        for _ in range(answer):
-            both = features_of(target, [tokens], [*layers, NORMED])[0]
-            following = target.head(both[-1:, -hidden:]).argmax(-1)
-            tokens = torch.cat([tokens, following])
-        both = features_of(target, [tokens], [*layers, NORMED])[0]
-        states = both[prompt - 1 : -1, -hidden:]
-        texts.append(Text(tokens, prompt, both[:, :-hidden], states, "loop", number % 6 == 0, True))
-    return texts
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +44,9 @@ def randomised(drafter: Any, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_unrolled_step_says_what_drafting_says(checkpoint: Any, kind: str) -> None:
+def test_an_unrolled_step_says_what_drafting_says(
+    checkpoint: Any, kind: str, texts_of: Any
+) -> None:
     """Given the drafted tokens as truth, a chain drafted after the context is the unrolled one."""
     vocabulary = checkpoint.config.vocab_size
     ids = torch.arange(vocabulary)
@@ -72,7 +54,7 @@ def test_an_unrolled_step_says_what_drafting_says(checkpoint: Any, kind: str) ->
     drafter, layer = start(checkpoint, training, ids, SLOTS)
     randomised(drafter)
     drafter.config = replace(drafter.config, depth=4, top_k=1)
-    text = texts_of(checkpoint, kind, 1)[0]
+    text = texts_of(checkpoint, feature_layers(kind, 6), 1)[0]
     known = text.prompt + 3  # a query in the midst of the answer
     states = [torch.zeros(1, 2, SLOTS, layer.head_dim) for _ in drafter.states()]
     off = torch.zeros(1, dtype=torch.int64)
@@ -111,13 +93,13 @@ def test_an_unrolled_step_says_what_drafting_says(checkpoint: Any, kind: str) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_company_and_padding_change_no_loss(checkpoint: Any, kind: str) -> None:
+def test_company_and_padding_change_no_loss(checkpoint: Any, kind: str, texts_of: Any) -> None:
     ids = torch.arange(0, checkpoint.config.vocab_size, 2)
     columns = torch.full((checkpoint.config.vocab_size,), -1)
     columns[ids] = torch.arange(len(ids))
     drafter, layer = start(checkpoint, EagleTraining(kind=kind), ids, SLOTS)
     trained = trainable(randomised(drafter), layer, SLOTS)
-    texts = [text for text in texts_of(checkpoint, kind, 12) if text.prompt == 4]
+    texts = [text for text in texts_of(checkpoint, feature_layers(kind, 6), 12) if text.prompt == 4]
     assert len({len(text.tokens) for text in texts}) > 1
     both = Columns.of(checkpoint, ids)
     together = losses(trained, batch_of(texts, 3), both, columns, 3)
@@ -135,9 +117,9 @@ def test_company_and_padding_change_no_loss(checkpoint: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_and_the_folder_is_what_was_trained(
-    checkpoint: Any, kind: str, tmp_path: Path
+    checkpoint: Any, kind: str, texts_of: Any, tmp_path: Path
 ) -> None:
-    texts = texts_of(checkpoint, kind, 12)
+    texts = texts_of(checkpoint, feature_layers(kind, 6), 12)
     training = EagleTraining(kind=kind, unroll=3, draft_vocabulary=260, batch=120)
     settings, lines = replace(SETTINGS, epochs=60), []
     train_eagle(checkpoint, texts, tmp_path, training, settings, lines.append)
@@ -153,19 +135,11 @@ def test_it_learns_and_the_folder_is_what_was_trained(
 
 
 def test_a_killed_run_ends_as_an_uninterrupted_one(
-    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Any, texts_of: Any, steps_taken: Any, tmp_path: Path
 ) -> None:
-    texts = texts_of(checkpoint, "mtp", 12)
+    texts = texts_of(checkpoint, (NORMED,), 12)
     training = EagleTraining(kind="mtp", unroll=2, draft_vocabulary=260, batch=60)
-    step, calls, deadly = fit_module._step, [], [10**6]
-
-    def counted(*arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) in deadly:
-            raise KeyboardInterrupt
-        return step(*arguments)
-
-    monkeypatch.setattr(fit_module, "_step", counted)
+    calls, deadly = steps_taken
     lines: dict[str, list[str]] = {"whole": [], "killed": []}
 
     def train(run: str) -> None:
@@ -187,6 +161,6 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
 
 def test_the_command_line_offers_every_kind() -> None:
     from forerun.training.cli import KINDS as offered
-    from forerun.training.kinds import TRAIN
+    from forerun.training.kinds import KINDS
 
-    assert offered == list(TRAIN)
+    assert offered == list(KINDS)

@@ -100,7 +100,7 @@ def test_low_precision_ties_are_decided_in_float32() -> None:
     logits = tied(hidden)
     assert int((logits == logits.max()).sum()) == 300
     best = logits.topk(8, dim=-1).indices[0].tolist()
-    chosen = int(choose(tied, hidden, torch.zeros(1), torch.zeros(1)))
+    chosen = int(choose(tied, hidden, logits, torch.zeros(1), torch.zeros(1)))
     assert chosen == (7 if 7 in best else chosen)
 
 

@@ -18,11 +18,12 @@ from forerun.models.step import Step  # noqa: E402
 from forerun.models.target import Target  # noqa: E402
 from forerun.runtime.prompts import Prompt  # noqa: E402
 from forerun.training import texts as module  # noqa: E402
-from forerun.training.kinds import TRAIN  # noqa: E402
-from forerun.training.synthesize import SynthesizeConfig, synthesize  # noqa: E402
+from forerun.training.kinds import KINDS, train  # noqa: E402
+from forerun.training.plan import SynthesizeConfig  # noqa: E402
+from forerun.training.synthesize import synthesize  # noqa: E402
 from forerun.training.texts import read_texts  # noqa: E402
 
-CONFIG = SynthesizeConfig(12, shard=16, dtype="float32")
+CONFIG = SynthesizeConfig(12, shard=16, batch=8, dtype="float32")
 OPTIONS = {"epochs": 1, "unroll": 2, "draft_vocabulary": 64, "batch": 400, "heads": None}
 
 
@@ -38,19 +39,20 @@ def data(tmp_path_factory: pytest.TempPathFactory, checkpoint: Any) -> Path:
     asked = [
         Prompt(None, f"{'as before, ' * (i % 2)}{i} IJKLM", f"chat/{i % 3}") for i in range(48)
     ]
-    synthesize(checkpoint, asked, folder, CONFIG, batch=8)
+    synthesize(checkpoint, asked, folder, CONFIG)
     return folder
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TRAIN if kind != "medusa"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_commands_make_a_drafter(
     checkpoint: Any, data: Path, tmp_path: Path, kind: str
 ) -> None:
     lines: list[str] = []
-    TRAIN[kind](checkpoint, [data], tmp_path / kind, OPTIONS, lines.append)
+    train(kind, checkpoint, [data], tmp_path / kind, OPTIONS, lines.append)
     assert find_drafter(str(tmp_path / kind)).kind == kind
     assert any(line.startswith("held-out chat, 8 nodes: tau ") for line in lines)
-    assert sum("epoch" in line for line in lines) == 1
+    epochs = [line.split(" ")[2] for line in lines if line.startswith("epoch 1: ")]
+    assert epochs == ["loss", "held-out"]
 
 
 def test_features_are_those_of_a_step_and_kept(
@@ -106,6 +108,6 @@ def test_a_damaged_shard_or_foreign_features_are_one_line(
 def test_another_targets_data_are_refused(checkpoint: Any, data: Path, tmp_path: Path) -> None:
     """Whatever is trained: its features would be those of a target that never said this."""
     other = replace(checkpoint, digest="e" * 64)
-    for kind in TRAIN:
+    for kind in KINDS:
         with pytest.raises(ForerunError, match="the data are not tiny's answers"):
-            TRAIN[kind](other, [data], tmp_path / kind, OPTIONS, lambda line: None)
+            train(kind, other, [data], tmp_path / kind, OPTIONS, lambda line: None)

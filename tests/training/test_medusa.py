@@ -88,15 +88,6 @@ def test_resume_equals_an_uninterrupted_run(
         assert whole == killed
 
 
-def test_a_checkpoint_of_another_run_is_ignored(tmp_path: Path) -> None:
-    weight = torch.nn.Linear(2, 2)
-    optimiser = torch.optim.AdamW(weight.parameters())
-    path = tmp_path / CHECKPOINT
-    module._State(path, "this run").save(weight, optimiser, 7, None)
-    assert module._State(path, "this run").load(weight, optimiser) == (7, None)
-    assert module._State(path, "another").load(weight, optimiser) == (0, None)
-
-
 def test_another_targets_data_are_refused(tiny_checkpoint: Any, tmp_path: Path) -> None:
     data = replace(counting_data(tiny_checkpoint), target_digest="e" * 64)
     with pytest.raises(ForerunError, match="not tiny's answers"):

@@ -1,0 +1,244 @@
+"""A small language model of the target's own vocabulary, distilled from the target's answers.
+
+It learns the target's distribution at every answer token, over the tokens that it may draft, and,
+with less weight, to continue the prompts as they are: it sees no feature of the target, so that
+what it knows of a prompt is what it has read itself.
+
+What is trained is the very module that drafts (`forerun.models.draft_model`), its vocabulary layer
+tied to the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from forerun.errors import ForerunError
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.config import RopeConfig, TargetConfig
+from forerun.models.draft_folder import save_draft_model
+from forerun.models.draft_layer import DraftLayerConfig
+from forerun.models.draft_model import DraftModel
+from forerun.models.weights import tensor_shapes
+from forerun.training.fit import Settings, Task, Worth, fit
+from forerun.training.lesson import Lesson, pack
+from forerun.training.published import by_published_names, layered
+from forerun.training.texts import Text
+from forerun.training.unrolled import Columns, trainable
+
+HEAD_WIDTH = 64
+"""Of an attention head, where nothing else is asked for."""
+SPREAD = 0.02
+"""Standard deviation of the layers' first weights, which is Llama's."""
+
+
+@dataclass(frozen=True)
+class DraftTraining:
+    """The model's sizes, and what its loss runs over."""
+
+    width: int = 192
+    """Hidden size."""
+    depth: int = 2
+    """Decoder layers."""
+    heads: int | None = None
+    """Attention heads; None: one for each 64 of the width."""
+    intermediate: int | None = None
+    """Width of the MLP; None: 8/3 of the hidden size, as Llama has it."""
+    draft_vocabulary: int = 8192
+    """The commonest tokens, which it can draft. It reads all."""
+    reading: float = 0.1
+    """Weight of the prompts' own tokens against the answers'."""
+    batch: int = 4096
+    """Padded tokens a step."""
+
+
+class TiedColumns(nn.Module):
+    """Logits of the tokens `ids` from their own embeddings, in torch, which autograd knows."""
+
+    ids: Tensor
+
+    def __init__(self, embed: nn.Module, ids: Tensor) -> None:
+        super().__init__()
+        self.embed = embed
+        self.register_buffer("ids", ids)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., H]` -> `[..., V']`."""
+        return x @ self.embed.get_parameter("weight")[self.ids].T
+
+
+def train_draft(
+    checkpoint: Checkpoint,
+    texts: Sequence[Text],
+    folder: Path,
+    training: DraftTraining,
+    settings: Settings,
+    say: Callable[[str], None] = lambda line: None,
+    worth: Worth | None = None,
+) -> DraftModel:
+    """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
+    lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say)
+    drafter = start(checkpoint, training, lesson.ids, lesson.longest, settings.seed)
+    groups = pack(lesson.texts, training.batch)
+
+    def epoch(draw: torch.Generator) -> list[list[Text]]:
+        return [groups[i] for i in torch.randperm(len(groups), generator=draw).tolist()]
+
+    def loss(group: Sequence[Text]) -> tuple[Tensor, Tensor]:
+        answers, prompts, right = losses(drafter, group, lesson.ends, lesson.columns)
+        figures = torch.stack([answers.detach(), prompts.detach(), right])
+        return answers + training.reading * prompts, figures
+
+    def told(number: int, figures: Tensor) -> str:
+        answers, prompts, right = figures.tolist()
+        return f"epoch {number}: loss {answers:.3f}, of prompts {prompts:.3f}; right: {right:.3f}"
+
+    def save(where: Path, trained: DraftModel) -> None:
+        write(where, checkpoint, trained, training, settings)
+
+    facts = f"{asdict(training)} {lesson.facts}"
+    fit(Task(drafter, len(groups), epoch, loss, facts, told, save), folder, settings, say, worth)
+    return drafter
+
+
+@dataclass(frozen=True)
+class Pages:
+    """B texts, padded. Answer row r is where answer token r is predicted."""
+
+    tokens: Tensor  # [B, n] int64
+    states: Tensor  # [B, m, H]: what chose answer token 0, 1, ...
+    places: Tensor  # [B, m] int64: positions of the answer rows
+    known: Tensor  # [B, m] bool: answer rows that are there
+    prompt: Tensor  # [B] int64: tokens of the prompt
+
+
+def pages_of(texts: Sequence[Text]) -> Pages:
+    """Pads `texts`."""
+    longest = max(len(text.tokens) for text in texts)
+    rows = max(len(text.states) for text in texts)
+    tokens = torch.zeros(len(texts), longest, dtype=torch.int64)
+    states = texts[0].states.new_zeros(len(texts), rows, texts[0].states.shape[1])
+    prompt = torch.tensor([text.prompt for text in texts])
+    answer = torch.tensor([len(text.states) for text in texts])
+    for row, text in enumerate(texts):
+        tokens[row, : len(text.tokens)] = text.tokens
+        states[row, : len(text.states)] = text.states
+    places = prompt[:, None] - 1 + torch.arange(rows)
+    known = torch.arange(rows) < answer[:, None]
+    return Pages(tokens, states, places.clamp(max=longest - 2), known, prompt)
+
+
+def read(drafter: DraftModel, tokens: Tensor) -> Tensor:
+    """Whole texts `[B, n]` -> each row's hidden state `[B, n, H]`, from which the head speaks."""
+    size, length = tokens.shape
+    none = [spec.zeros(size, 0) for spec in drafter.states()[: 2 * len(drafter.layers)]]
+    places = torch.arange(length)
+    causal = (places[:, None] >= places).expand(size, -1, -1)
+    start = torch.zeros(size, 1, dtype=torch.int64)
+    x, _ = drafter.read(tokens, places.expand(size, -1), none, start, None, causal)
+    hidden: Tensor = drafter.norm(x)
+    return hidden
+
+
+def losses(
+    drafter: DraftModel, texts: Sequence[Text], ends: Columns, columns: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean cross-entropy against the target's distribution at answer tokens, and against the
+    tokens themselves in prompts; the share of answer tokens that come first."""
+    pages = pages_of(texts)
+    hidden = read(drafter, pages.tokens)
+    label = columns[pages.tokens[:, 1:]]  # [B, n - 1]
+    truth = label.gather(1, pages.places)
+    usable = pages.known & (truth >= 0)
+    wide = pages.places[..., None].expand(-1, -1, hidden.shape[2])
+    logits = drafter.head(hidden.gather(1, wide)[usable]).to(torch.float32)  # [u, V']
+    with torch.no_grad():
+        wanted = ends.logits(pages.states[usable].to(ends.output.dtype))
+        wanted = wanted.to(torch.float32).softmax(-1)
+        right = (logits.argmax(-1) == truth[usable]).sum() / pages.known.sum()
+    answers = -(wanted * logits.log_softmax(-1)).sum() / usable.sum().clamp(min=1)
+    asked = torch.arange(label.shape[1]) < pages.prompt[:, None] - 1
+    asked = asked & (label >= 0)
+    said = drafter.head(hidden[:, :-1][asked]).to(torch.float32)
+    prompts = nn.functional.cross_entropy(said, label[asked], reduction="sum")
+    return answers, prompts / asked.sum().clamp(min=1), right
+
+
+def start(
+    checkpoint: Checkpoint, training: DraftTraining, ids: Tensor, capacity: int, seed: int
+) -> DraftModel:
+    """A model that can be trained: random layers between the target's embedding in fewer
+    dimensions, in which tokens that the target takes for alike begin alike."""
+    config = small_config(checkpoint.config, training)
+    draw = torch.Generator().manual_seed(seed)
+    weights = {
+        name: torch.ones(shape)
+        if name.endswith("norm.weight")
+        else torch.randn(shape, generator=draw) * SPREAD
+        for name, shape in tensor_shapes(config)
+    }
+    embedding = checkpoint.weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = in_fewer_dimensions(embedding, training.width)
+    reduced = ids if len(ids) < config.vocab_size else None
+    drafter = DraftModel(config, weights, capacity, ids=reduced)
+    drafter.head = TiedColumns(drafter.embed, ids)
+    return trainable(drafter, DraftLayerConfig.of(config), capacity)
+
+
+def small_config(target: TargetConfig, training: DraftTraining) -> TargetConfig:
+    """A Llama of the wanted sizes, its vocabulary layer tied to the embedding."""
+    width = training.width
+    heads = training.heads or max(width // HEAD_WIDTH, 1)
+    if width % (2 * heads):
+        raise ForerunError(
+            f"--width {width} with {heads} heads: a head needs an even share of it: choose "
+            f"another --width, or --heads of which {width} is an even multiple"
+        )
+    return TargetConfig(
+        architecture="llama",
+        vocab_size=target.vocab_size,
+        hidden_size=width,
+        intermediate_size=training.intermediate or round(width / 24) * 64 or 64,
+        num_layers=training.depth,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=width // heads,
+        rms_norm_eps=1e-5,
+        max_positions=target.max_positions,
+        rope=RopeConfig(target.rope.theta, width // heads),
+        tie_embeddings=True,
+    )
+
+
+def in_fewer_dimensions(embedding: Tensor, width: int) -> Tensor:
+    """`[V, H]` -> `[V, width]`: the projection that keeps most (a truncated SVD), rows of length 1
+    on average; further dimensions than there are begin as zeros."""
+    _, vectors = torch.linalg.eigh(embedding.T @ embedding)  # ascending
+    rows = embedding @ vectors.flip(1)[:, :width]
+    rows = rows / rows.norm(dim=1).mean()
+    return nn.functional.pad(rows, (0, width - rows.shape[1]))
+
+
+def write(
+    folder: Path,
+    checkpoint: Checkpoint,
+    drafter: DraftModel,
+    training: DraftTraining,
+    settings: Settings,
+) -> None:
+    """The drafter's folder, in float16."""
+    outer = {"embed": "model.embed_tokens", "norm": "model.norm"}
+    tensors = by_published_names(drafter, layered(outer, "model.layers."))
+    halves = {name: weight.to(torch.float16) for name, weight in tensors.items()}
+    facts = {
+        "torch_dtype": "float16",
+        "target": checkpoint.name,
+        "target_digest": checkpoint.digest,
+        "training": asdict(training) | asdict(settings),
+    }
+    ids = drafter.ids if drafter.ids is not None else torch.arange(drafter.config.vocab_size)
+    save_draft_model(folder, drafter.config, halves, ids, checkpoint, facts)

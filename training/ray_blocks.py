@@ -1,0 +1,103 @@
+"""Shards made by the processes of a Ray cluster: Ray Data's actors, each with its own target.
+
+The folder must be one that all nodes share. A shard is made by `forerun.training.synthesize.Block`
+here as elsewhere, and only its number comes back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import ForerunError, MissingDependencyError
+from forerun.models.checkpoint import Checkpoint
+from forerun.progress import progress
+from forerun.runtime.prompts import Prompt
+from forerun.training.plan import Job, SynthesizeConfig
+from forerun.training.synthesize import Block, Open, Run
+
+
+def ray_run(load: Callable[[], Checkpoint], workers: int | None = None) -> Run:
+    """A `run` for `synthesize` on the cluster that RAY_ADDRESS names, or on a local one.
+
+    Each of the `workers` (None: one a CPU) loads the target by `load`. Raises
+    MissingDependencyError without Ray.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise MissingDependencyError("ray[data]", "ray", "--ray") from None
+
+    def run(
+        shards: Sequence[Open],
+        slots: int,
+        config: SynthesizeConfig,
+        folder: Path,
+        layers: tuple[int, ...],
+    ) -> int:
+        if not ray.is_initialized():
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        cpus = int(ray.cluster_resources().get("CPU", 1))
+        count = min(workers or cpus, len(shards))
+        rows = [{"number": shard.number, "jobs": _packed(shard.jobs)} for shard in shards]
+        made = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
+            _Worker,
+            fn_constructor_args=(load, slots, str(folder.absolute()), config, layers),
+            concurrency=count,
+            num_cpus=max(cpus // count, 1),
+        )
+        added = 0
+        try:
+            with progress("shards answered", len(shards)) as advance:
+                for row in made.iter_rows():
+                    added += row["added"]
+                    advance()
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+            raise ForerunError(f"a Ray worker failed: {cause}") from error
+        return added
+
+    return run
+
+
+class _Worker:
+    """An actor that holds the target and makes one shard after the other."""
+
+    def __init__(
+        self,
+        load: Callable[[], Checkpoint],
+        slots: int,
+        folder: str,
+        config: SynthesizeConfig,
+        layers: tuple[int, ...],
+    ) -> None:
+        self.block = Block.of(load(), slots, Path(folder), config, layers)
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        shard = Open(int(row["number"]), _unpacked(row["jobs"]))
+        return {"number": shard.number, "added": self.block.make(shard)}
+
+
+def _packed(jobs: Sequence[Job]) -> str:
+    """Jobs as JSON: a prompt's messages have no common columns."""
+    return json.dumps([asdict(job) for job in jobs])
+
+
+def _unpacked(packed: str) -> tuple[Job, ...]:
+    return tuple(_job(**values) for values in json.loads(packed))
+
+
+def _job(prompt: dict[str, Any], tokens: list[int], **rest: Any) -> Job:
+    messages = prompt["messages"]
+    parts = {
+        "messages": None if messages is None else tuple(messages),
+        "later": tuple(prompt["later"]),
+        "tools": tuple(prompt["tools"]),
+    }
+    return Job(prompt=Prompt(**(prompt | parts)), tokens=tuple(tokens), **rest)
