@@ -6,7 +6,7 @@ file and the graph's references to it (`forerun.compiler.swap`); the target's st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,40 +47,37 @@ def unknown(values: Sequence[ir.Value]) -> Iterator[None]:
 
 def save_graph(model: ir.Model, path: Path) -> None:
     """Write the graph to `path`, the target's weights to `path` + `.data`, the drafter's beside."""
-    drafter = list(drafter_weights(model).values())
-    others = [
-        value
-        for value in model.graph.initializers.values()
-        if value not in drafter and value.const_value is not None
-    ]
-    large = [value for value in others if value.const_value.nbytes > SMALL]  # type: ignore[union-attr]
+    drafter = drafter_weights(model)
+    ours = {value.name for value in drafter.values()}
+    large = {
+        name: value
+        for name, value in model.graph.initializers.items()
+        if name not in ours and value.const_value is not None and value.const_value.nbytes > SMALL
+    }
     _unload(large, path.parent, f"{path.name}.data")
     _unload(drafter, path.parent, DRAFTER_DATA)
     ir.save(model, path)
 
 
-def save_with_drafter(
-    model: ir.Model, path: Path, data: str, tensors: dict[str, Any]
-) -> dict[str, ir.Value]:
+def save_with_drafter(model: ir.Model, path: Path, data: str, tensors: Mapping[str, Any]) -> None:
     """Write the graph anew to `path`, its drafter's weights (`tensors` by their names in the
     drafter's module, as numpy arrays) to the file `data` beside it.
 
-    All other weights stay in the files that they are in, which must lie beside `path`.
+    All other weights stay in the files that they are in, which must come to lie beside `path`.
     """
     weights = drafter_weights(model)
     for name, value in weights.items():
         value.const_value = ir.tensor(tensors[name], name=value.name)
-    _unload(list(weights.values()), path.parent, data)
+    _unload(weights, path.parent, data)
     ir.save(model, path)
-    return weights
 
 
-def _unload(values: Sequence[ir.Value], folder: Path, file: str) -> None:
-    """Write the tensors of `values` one after the other to `file`, and refer to them there."""
-    if not values:
+def _unload(weights: Mapping[str, ir.Value], folder: Path, file: str) -> None:
+    """Write the tensors of `weights` one after the other to `file`, and refer to them there."""
+    if not weights:
         return
+    values = list(weights.values())
     tensors = [value.const_value for value in values if value.const_value is not None]
-    for value, tensor in zip(
-        values, convert_tensors_to_external(tensors, folder, file), strict=True
-    ):
+    written = convert_tensors_to_external(tensors, folder, file)
+    for value, tensor in zip(values, written, strict=True):
         value.const_value = tensor

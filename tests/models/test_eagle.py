@@ -135,12 +135,12 @@ def pass_on_the_embedding(drafter, kind: str) -> None:
 
 
 def test_int8_layers_stay_lossless(make_target, make_eagle, run_step):
-    from forerun.compiler.precision import _quantize_linears
+    from forerun.compiler.precision import int8_drafter
     from forerun.models.linear import Int8Linear
 
     target = make_target()
     step = Step(target, make_eagle(target))
-    _quantize_linears(step.drafter, {})
+    int8_drafter(step.drafter)
     assert isinstance(step.drafter.fc, Int8Linear)
     assert isinstance(step.drafter.attention.query, Int8Linear)
     plain = run_step(Step(target, Drafter(), 4), PROMPT, 25, 1)

@@ -5,12 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from forerun.models.combined import Combined, MatchAccuracy
 from forerun.models.config import RopeConfig
+from forerun.models.dflash import DFlash, DFlashConfig, dflash
+from forerun.models.dflash_folder import dflash_shapes
 from forerun.models.draft_layer import DraftLayerConfig
 from forerun.models.form import difference, form
 from forerun.models.growing import as_growing
+
+LAYER = DraftLayerConfig(32, 24, 4, 2, 8, 1e-5, 192, RopeConfig(5000.0, 8))
+
+
+def random_dflash(seed: int, **changes) -> DFlash:
+    config = DFlashConfig(LAYER, 1, (0, 1), 4, 3, **changes)
+    draw = torch.Generator().manual_seed(seed)
+    shapes = dict(dflash_shapes(config))
+    weights = {name: torch.randn(*shape, generator=draw) for name, shape in shapes.items()}
+    return dflash(config, weights, 192)
 
 
 @pytest.fixture
@@ -21,6 +34,8 @@ def make(make_target, make_medusa, make_eagle, make_draft_model):
     def drafter(kind: str, seed: int = 1, **changes):
         if kind.startswith("medusa"):
             made = make_medusa(target, seed=seed, **changes)
+        elif kind == "dflash":
+            made = random_dflash(seed, **changes)
         elif kind == "draft":
             made = make_draft_model(seed=seed, **changes)
         else:
@@ -33,16 +48,13 @@ def make(make_target, make_medusa, make_eagle, make_draft_model):
 
 
 @pytest.mark.parametrize(
-    "kind", ["medusa", "medusa+ngram", "eagle3", "eagle+ngram", "mtp", "draft"]
+    "kind", ["medusa", "medusa+ngram", "eagle3", "eagle+ngram", "mtp", "dflash", "draft"]
 )
 def test_other_weights_are_of_the_same_form(make, kind):
     first, second = make(kind), make(kind, seed=2)
     weights, others = first.state_dict(), second.state_dict()
     assert any(not weights[name].equal(others[name]) for name in weights)
     assert difference(form(first), form(second)) is None
-
-
-LAYER = DraftLayerConfig(32, 24, 4, 2, 8, 1e-5, 192, RopeConfig(5000.0, 8))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +67,8 @@ LAYER = DraftLayerConfig(32, 24, 4, 2, 8, 1e-5, 192, RopeConfig(5000.0, 8))
         ("eagle3", {"feature_layers": (0, 1, 1)}, "feature_layers"),
         ("eagle", {"layer": replace(LAYER, rms_norm_eps=1e-6)}, "rms_norm_eps is 1e-06, not 1e-05"),
         ("eagle", {"depth": 2}, "config.depth is 2, not 3"),
+        ("dflash", {"tree": False}, "DFlash, not DFlashTree"),
+        ("dflash", {"window": 9, "sliding_layers": (True,)}, "config.window is 9, not None"),
         ("draft", {"gamma": 2}, "gamma is 2, not 4"),
         ("draft", {"num_layers": 3}, "num_layers is 3, not 2"),
         ("draft", {"acceptance": "rejection"}, "acceptance"),
