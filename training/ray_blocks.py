@@ -43,6 +43,7 @@ def ray_run(load: Callable[[], Checkpoint]) -> Run:
         _connect(ray)
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.WARNING)
         cpus = int(ray.cluster_resources().get("CPU", 1))
         threads = min(config.threads, cpus)  # fewer CPUs are slower, and give the same
         count = min(cpus // threads, len(shards))
