@@ -6,7 +6,9 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
@@ -41,6 +43,8 @@ class SynthesizeConfig:
     top_logprobs: int = 0
     """How many of the likeliest tokens are kept at every place of an answer."""
     dtype: str = "bfloat16"
+    threads: int = field(default_factory=torch.get_num_threads)
+    """What a shard is decoded with: low precision rounds otherwise with another number."""
 
     def room(self, checkpoint: Checkpoint) -> int:
         """The longest prompt that may be answered. Raises ForerunError where there is none."""
@@ -130,15 +134,10 @@ def make_plan(
     )
 
 
-def longest_text(plan: Plan, room: int, config: SynthesizeConfig) -> int:
-    """How many tokens a text has at most; `room` is that of a prompt."""
-    lengths = (room if job.prompt.later else len(job.tokens) for job in plan.jobs)
-    return max(lengths) + config.max_new_tokens
-
-
 def capacity(plan: Plan, room: int, config: SynthesizeConfig) -> int:
-    """Cache slots that the target needs."""
-    return -(-longest_text(plan, room, config) // SLOT_STEP) * SLOT_STEP
+    """Cache slots that the longest text needs; `room` is the longest prompt's."""
+    prompts = (room if job.prompt.later else len(job.tokens) for job in plan.jobs)
+    return -(-(max(prompts) + config.max_new_tokens) // SLOT_STEP) * SLOT_STEP
 
 
 def following_prompt(

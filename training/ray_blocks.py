@@ -22,10 +22,10 @@ from forerun.training.plan import Job, SynthesizeConfig
 from forerun.training.synthesize import Block, Open, Run
 
 
-def ray_run(load: Callable[[], Checkpoint], workers: int | None = None) -> Run:
+def ray_run(load: Callable[[], Checkpoint]) -> Run:
     """A `run` for `synthesize` on the cluster that RAY_ADDRESS names, or on a local one.
 
-    Each of the `workers` (None: one a CPU) loads the target by `load`. Raises
+    Its workers load the target by `load`; each takes as many CPUs as a shard has threads. Raises
     MissingDependencyError without Ray.
     """
     try:
@@ -43,14 +43,16 @@ def ray_run(load: Callable[[], Checkpoint], workers: int | None = None) -> Run:
         _connect(ray)
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.WARNING)
         cpus = int(ray.cluster_resources().get("CPU", 1))
-        count = min(workers or cpus, len(shards))
+        threads = min(config.threads, cpus)  # fewer CPUs are slower, and give the same
+        count = min(cpus // threads, len(shards))
         rows = [{"number": shard.number, "jobs": _packed(shard.jobs)} for shard in shards]
         made = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
             _Worker,
             fn_constructor_args=(load, slots, str(folder.absolute()), config, layers),
             concurrency=count,
-            num_cpus=max(cpus // count, 1),
+            num_cpus=threads,
         )
         added = 0
         try:

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.target import Target
@@ -72,7 +74,8 @@ class Block:
         config: SynthesizeConfig,
         layers: tuple[int, ...],
     ) -> Block:
-        """With a target of so many cache slots."""
+        """With a target of so many cache slots; sets the process's number of threads."""
+        torch.set_num_threads(config.threads)
         target = Target(checkpoint.config, checkpoint.weights, slots, "torch").eval()
         return cls(checkpoint, target.to(DTYPES[config.dtype]), folder, config, layers)
 

@@ -82,8 +82,12 @@ PATH = click.Path(path_type=Path)
     default="bfloat16",
     show_default=True,
 )
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="What a shard is decoded with; Ray's workers take as many CPUs. Default: one a core.",
+)
 @click.option("--ray", is_flag=True, help="On the Ray cluster of RAY_ADDRESS, or a local one.")
-@click.option("--workers", type=click.IntRange(1), help="--ray: processes. Default: one a CPU.")
 def synthesize_command(
     target: str,
     prompts: Path,
@@ -101,11 +105,13 @@ def synthesize_command(
     limit: int | None,
     seed: int,
     dtype: str,
+    threads: int | None,
     ray: bool,
-    workers: int | None,
 ) -> None:
     """Lets TARGET answer prompts, as training data. Goes on where a killed run stopped."""
     import time
+
+    import torch
 
     from forerun.models.checkpoint import load_checkpoint
     from forerun.runtime.prompts import read_prompts
@@ -124,10 +130,11 @@ def synthesize_command(
         batch=batch,
         top_logprobs=top_logprobs,
         dtype=dtype,
+        threads=threads or torch.get_num_threads(),
     )
     asked = read_prompts(prompts, limit)
     excluded = Excluded.of(prompt for path in exclude for prompt in read_prompts(path))
-    run = _on_ray(target, workers) if ray else None
+    run = _on_ray(target) if ray else None
     checkpoint = load_checkpoint(target)
     layers = _layers(features, checkpoint.config.num_layers) if features else ()
     if top_logprobs > checkpoint.config.vocab_size:
@@ -140,13 +147,13 @@ def synthesize_command(
     click.echo(f"{output}: {added} answer tokens in {seconds:.0f} s ({added / seconds:.0f}/s)")
 
 
-def _on_ray(target: str, workers: int | None) -> Run:
+def _on_ray(target: str) -> Run:
     from functools import partial
 
     from forerun.models.checkpoint import load_checkpoint
     from forerun.training.ray_blocks import ray_run
 
-    return ray_run(partial(load_checkpoint, _everywhere(target)), workers)
+    return ray_run(partial(load_checkpoint, _everywhere(target)))
 
 
 def _everywhere(target: str) -> str:

@@ -289,6 +289,7 @@ def test_low_precision_logprobs_come_from_float32_scores() -> None:
         ({"batch": 4}, "made with batch 3, now 4"),
         ({"temperatures": (0.8, 1.0)}, r"made with temperatures \[0.8\], now \[0.8, 1.0\]"),
         ({"top_logprobs": 2}, "made with top_logprobs 0, now 2"),
+        ({"threads": 77}, r"made with threads \d+, now 77"),
     ],
 )
 def test_another_configuration_is_refused(

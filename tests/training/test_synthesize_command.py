@@ -116,13 +116,13 @@ def test_ray_makes_the_same_shards(
         ray.shutdown()
     (tmp_path / "ray" / "00000.safetensors").rmdir()
     (tmp_path / "ray" / "features-1-2" / "00002.safetensors").unlink()
-    finish([*words(chat_folder, prompts, tmp_path / "ray"), "--ray", "--workers", "1"])
+    finish([*words(chat_folder, prompts, tmp_path / "ray"), "--ray"])
     assert contents(tmp_path / "ray") == alone
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # of this machine, where none runs
     elsewhere = start([*words(chat_folder, prompts, tmp_path / "other"), "--ray"])
     output = elsewhere.communicate(timeout=120)[0].decode().splitlines()
     assert elsewhere.returncode == 1
-    assert output[-1].startswith("error: can't reach the Ray cluster '127.0.0.1:9'")
+    assert output[-1].startswith("error: can't reach the Ray cluster 'auto'")
 
 
 def run(arguments: list[str]) -> Result:
