@@ -74,7 +74,7 @@ test: install
 	$(PYTEST) -m "not slow"
 
 test-slow: install
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --durations 12
 
 clean:
 	rm -rf $(BUILD) dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,8 @@ from forerun.progress import progress
 from forerun.runtime.prompts import Prompt
 from forerun.training.plan import Job, SynthesizeConfig
 from forerun.training.synthesize import Block, Open, Run
+
+KNOCK_SECONDS = 10.0
 
 
 def ray_run(load: Callable[[], Checkpoint]) -> Run:
@@ -73,13 +76,25 @@ def _connect(ray: Any) -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address = os.environ.get("RAY_ADDRESS", "")
     try:
+        _knock(address)
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ForerunError(
-            f"can't reach the Ray cluster {os.environ.get('RAY_ADDRESS', '')!r}: {error}: "
+            f"can't reach the Ray cluster {address!r}: {error}: "
             "correct RAY_ADDRESS, or unset it for a local one"
         ) from None
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nobody listens at `host:port`; `auto` and `local` are Ray's to find.
+
+    Ray itself would go on trying for minutes.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
 
 
 class _Worker:

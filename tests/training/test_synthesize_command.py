@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -38,7 +39,7 @@ def words(target: Path, prompts: Path, data: Path) -> list[str]:
         *("synthesize", str(target), "--prompts", str(prompts), "-o", str(data)),
         *("--temperature", "0", "--temperature", "0.9", "--samples", "2"),
         *("--max-new-tokens", "24", "--batch", "6", "--shard", "16", "--dtype", "float32"),
-        *("--features", "1,2", "--top-logprobs", "4"),
+        *("--features", "1,2", "--top-logprobs", "4", "--threads", "1"),
     ]
 
 
@@ -118,11 +119,21 @@ def test_ray_makes_the_same_shards(
     (tmp_path / "ray" / "features-1-2" / "00002.safetensors").unlink()
     finish([*words(chat_folder, prompts, tmp_path / "ray"), "--ray"])
     assert contents(tmp_path / "ray") == alone
-    monkeypatch.setenv("RAY_ADDRESS", "auto")  # of this machine, where none runs
-    elsewhere = start([*words(chat_folder, prompts, tmp_path / "other"), "--ray"])
-    output = elsewhere.communicate(timeout=120)[0].decode().splitlines()
-    assert elsewhere.returncode == 1
-    assert output[-1].startswith("error: can't reach the Ray cluster 'auto'")
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_cluster_out_of_reach_is_one_line(
+    chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = f"{scheme}127.0.0.1:{server.getsockname()[1]}"
+    prompts = written(tmp_path / "prompts.jsonl", 6)
+    monkeypatch.setenv("RAY_ADDRESS", nobody)
+    output = start([*words(chat_folder, prompts, tmp_path / "data"), "--ray"])
+    lines = output.communicate(timeout=300)[0].decode().splitlines()
+    assert output.returncode == 1
+    assert lines[-1].startswith(f"error: can't reach the Ray cluster '{nobody}': ")
 
 
 def run(arguments: list[str]) -> Result:

@@ -1,0 +1,35 @@
+#!/bin/sh
+# A drafter for function calls, from schemas to a measured bundle.
+#
+#   recipes/tool-calls.sh                                          functions of the package bfcl-eval
+#   PROMPTS=mine.jsonl HELD_OUT=kept.jsonl recipes/tool-calls.sh   your own
+#
+# A line of either file is {"messages": [...], "tools": [schemas]}, where the target's chat template
+# shows it the schemas, or {"messages": [...]} or {"prompt": "..."} with the schemas in the text.
+# HELD_OUT is only measured on: prompts that ask its questions or name its functions are dropped.
+#
+# All is written under OUT; started again, it goes on where it stopped. DATA_FLAGS, TRAIN_FLAGS and
+# BENCH_FLAGS come after the flags below, and win.
+set -eu
+TARGET=${TARGET:-smollm2}
+OUT=${OUT:-build/tool-calls}
+mkdir -p "$OUT"
+
+if [ -z "${PROMPTS:-}" ]; then
+  PROMPTS=$OUT/prompts.jsonl HELD_OUT=$OUT/held-out.jsonl
+  python -m forerun.training.tool_prompts --split train --rounds 2 --own 1500 -o "$PROMPTS"
+  python -m forerun.training.tool_prompts --split held-out -o "$HELD_OUT"
+fi
+: "${HELD_OUT:?prompts to measure on}"
+
+# Calls are short and decoded greedily in production; a few sampled ones show the drafter mistakes.
+forerun synthesize "$TARGET" --prompts "$PROMPTS" --exclude "$HELD_OUT" -o "$OUT/data" \
+  --temperature 0.7 --greedy-share 0.75 --max-new-tokens 96 ${DATA_FLAGS:-}
+
+forerun train medusa "$TARGET" --data "$OUT/data" -o "$OUT/drafter" --epochs 8 ${TRAIN_FLAGS:-}
+
+# Names and arguments stand in the schemas: prompt lookup copies them, the heads do the rest.
+forerun compile "$TARGET" --drafter "$OUT/drafter+ngram" -o "$OUT/bundle"
+
+forerun bench "$OUT/bundle" --prompts "$HELD_OUT" --max-new-tokens 80 --json "$OUT/bench.json" \
+  ${BENCH_FLAGS:-}
