@@ -8,8 +8,8 @@
 # the target answers one by one. HELD_OUT is only measured on: prompts that ask its questions are
 # dropped from PROMPTS. Without it, the prompts that `synthesize` holds out by hash still are.
 #
-# All is written under OUT; started again, it goes on where it stopped. DATA_FLAGS, TRAIN_FLAGS and
-# BENCH_FLAGS come after the flags below, and win.
+# All is written under OUT; started again, it goes on where it stopped. DATA_FLAGS,
+# TRAIN_FLAGS, COMPILE_FLAGS and BENCH_FLAGS come after the flags below, and win.
 set -eu
 TARGET=${TARGET:-smollm2}
 OUT=${OUT:-build/chat}
@@ -27,7 +27,7 @@ forerun synthesize "$TARGET" --prompts "$PROMPTS" --exclude "$HELD_OUT" -o "$OUT
 
 forerun train medusa "$TARGET" --data "$OUT/data" -o "$OUT/drafter" --epochs 8 ${TRAIN_FLAGS:-}
 
-forerun compile "$TARGET" --drafter "$OUT/drafter+ngram" -o "$OUT/bundle"
+forerun compile "$TARGET" --drafter "$OUT/drafter+ngram" -o "$OUT/bundle" ${COMPILE_FLAGS:-}
 
 forerun bench "$OUT/bundle" --prompts "$HELD_OUT" --max-new-tokens 128 --json "$OUT/bench.json" \
   ${BENCH_FLAGS:-}

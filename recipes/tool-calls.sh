@@ -8,8 +8,8 @@
 # shows it the schemas, or {"messages": [...]} or {"prompt": "..."} with the schemas in the text.
 # HELD_OUT is only measured on: prompts that ask its questions or name its functions are dropped.
 #
-# All is written under OUT; started again, it goes on where it stopped. DATA_FLAGS, TRAIN_FLAGS and
-# BENCH_FLAGS come after the flags below, and win.
+# All is written under OUT; started again, it goes on where it stopped. DATA_FLAGS,
+# TRAIN_FLAGS, COMPILE_FLAGS and BENCH_FLAGS come after the flags below, and win.
 set -eu
 TARGET=${TARGET:-smollm2}
 OUT=${OUT:-build/tool-calls}
@@ -29,7 +29,7 @@ forerun synthesize "$TARGET" --prompts "$PROMPTS" --exclude "$HELD_OUT" -o "$OUT
 forerun train medusa "$TARGET" --data "$OUT/data" -o "$OUT/drafter" --epochs 8 ${TRAIN_FLAGS:-}
 
 # Names and arguments stand in the schemas: prompt lookup copies them, the heads do the rest.
-forerun compile "$TARGET" --drafter "$OUT/drafter+ngram" -o "$OUT/bundle"
+forerun compile "$TARGET" --drafter "$OUT/drafter+ngram" -o "$OUT/bundle" ${COMPILE_FLAGS:-}
 
 forerun bench "$OUT/bundle" --prompts "$HELD_OUT" --max-new-tokens 80 --json "$OUT/bench.json" \
   ${BENCH_FLAGS:-}

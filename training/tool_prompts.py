@@ -19,6 +19,7 @@ import click
 from forerun.errors import MissingDependencyError
 from forerun.training.chat_prompts import WORDS
 from forerun.training.filters import Excluded, normalised
+from forerun.training.tool_invented import invent
 from forerun.training.tool_words import EXAMPLES, QUESTIONS
 
 HELD_OUT = ("live_simple", "multiple")
@@ -157,8 +158,11 @@ def messages(call: Call, shots: int) -> list[dict[str, str]]:
     return [*turns, {"role": "user", "content": "\n".join([*lines, call.question])}]
 
 
-def train_prompts(split: Split, rounds: int, own: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Every training call `rounds` times behind different examples, and `own` of our own.
+def train_prompts(
+    split: Split, rounds: int, own: int, invented: int = 0, seed: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Every training call and `own` of our own, `rounds` times behind different examples; then
+    `invented` ones once.
 
     Prompts that begin with the same examples lie side by side, which synthesis profits from.
     """
@@ -177,6 +181,13 @@ def train_prompts(split: Split, rounds: int, own: int, seed: int = 0) -> Iterato
             for number, call in enumerate(calls):
                 if (number + turn) % SETS == shots:
                     yield {"messages": messages(call, shots), "category": f"tool/{call.category}"}
+    others = [
+        call for call in invent(invented, seed) if not forbidden & {n for n, _ in call.functions}
+    ]
+    for shots in range(SETS):
+        for made in others[shots::SETS]:
+            call = Call("invented", made.question, made.functions)
+            yield {"messages": messages(call, shots), "category": "tool/invented"}
 
 
 def held_out_prompts(split: Split) -> Iterator[dict[str, Any]]:
@@ -192,10 +203,14 @@ def held_out_prompts(split: Split) -> Iterator[dict[str, Any]]:
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="JSON lines.")
 @click.option("--rounds", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--own", type=click.IntRange(0), default=1500, show_default=True)
-def main(part: str, output: Path, rounds: int, own: int) -> None:
+@click.option("--invented", type=click.IntRange(0), default=6000, show_default=True)
+def main(part: str, output: Path, rounds: int, own: int, invented: int) -> None:
     """Writes function-calling prompts for `forerun synthesize` or `forerun bench`."""
     split = split_calls()
-    prompts = held_out_prompts(split) if part == "held-out" else train_prompts(split, rounds, own)
+    if part == "held-out":
+        prompts = held_out_prompts(split)
+    else:
+        prompts = train_prompts(split, rounds, own, invented)
     with output.open("w", encoding="utf-8") as stream:
         for prompt in prompts:
             stream.write(json.dumps(prompt, ensure_ascii=False) + "\n")

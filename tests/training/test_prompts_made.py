@@ -11,7 +11,15 @@ from click.testing import CliRunner
 from forerun.errors import MissingDependencyError
 from forerun.runtime.prompts import read_prompts
 from forerun.training import chat_prompts, tool_prompts
-from forerun.training.tool_prompts import Call, messages, normalised, own_calls, parse_signature
+from forerun.training.tool_invented import invent
+from forerun.training.tool_prompts import (
+    Call,
+    Split,
+    messages,
+    normalised,
+    own_calls,
+    parse_signature,
+)
 from forerun.training.tool_words import EXAMPLES, QUESTIONS
 
 
@@ -141,3 +149,26 @@ def test_held_out_prompt_file(tmp_path: Path) -> None:
         "tool/live_simple",
         "tool/multiple",
     }
+
+
+def test_invented_calls_are_distinct_spelt_in_many_ways_and_repeatable() -> None:
+    made = list(invent(400, 1))
+    assert made == list(invent(400, 1))
+    assert len({call.question for call in made}) == 400
+    assert not [call for call in made if "{" in call.question or "}" in call.question]
+    names = [name for call in made for name, _ in call.functions]
+    assert len(set(names)) > 300
+    assert {"." in name for name in names} == {"_" in name for name in names} == {True, False}
+    for call in made:
+        for name, arguments in call.functions:
+            parsed = parse_signature(f"{name}({', '.join(arguments)})")
+            assert parsed == (name, arguments)
+            assert len(set(arguments)) == len(arguments) > 0
+
+
+def test_no_invented_function_is_a_held_out_one() -> None:
+    name = next(invent(1, 0)).functions[0][0]
+    held_out = Call("multiple", "What?", ((name, ("x",)),))
+    prompts = [*tool_prompts.train_prompts(Split((held_out,), (), {}), 1, 0, invented=200)]
+    assert 0 < len(prompts) < 200
+    assert not [prompt for prompt in prompts if f" {name}(" in prompt["messages"][-1]["content"]]

@@ -22,6 +22,7 @@ LINES = {
 SMALL = {
     "DATA_FLAGS": "--max-new-tokens 12 --batch 8 --shard 16",
     "TRAIN_FLAGS": "--epochs 2 --heads 2 --layers 1 --batch 32",
+    "COMPILE_FLAGS": "--capacity 128 --chunk 32 --tree 6",
     "BENCH_FLAGS": "--max-new-tokens 8",
 }
 
