@@ -51,6 +51,10 @@ COMMANDS = {
     "train": LazyCommand(
         "forerun.training.cli:train_command", "Train a drafter on a target's answers."
     ),
+    "simulate": LazyCommand(
+        "forerun.training.cli:simulate_command",
+        "Play a drafter on a target's answers: tau without compiling.",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""`forerun train`."""
+"""`forerun train` and `forerun simulate`."""
 
 from __future__ import annotations
 
@@ -112,3 +112,30 @@ def train_command(
     else:
         train(kind, checkpoint, data, output, given, click.echo, bundle)
     click.echo(f"{output}: done")
+
+
+@click.command("simulate")
+@click.argument("target")
+@click.option("--drafter", required=True, help="Name or folder, as in forerun compile.")
+@click.option("--data", type=PATH, required=True, multiple=True, help="Data folder; repeatable.")
+@click.option("--tree", "trees", type=click.IntRange(2), multiple=True, help="Nodes; repeatable.")
+@click.option("--all", "everything", is_flag=True, help="Not only the answers held out by hash.")
+@click.option("--bundle", type=PATH, help="As in forerun train: predicts the speedup.")
+def simulate_command(
+    target: str,
+    drafter: str,
+    data: tuple[Path, ...],
+    trees: tuple[int, ...],
+    everything: bool,
+    bundle: Path | None,
+) -> None:
+    """What a drafter is worth on TARGET's own greedy answers, without compiling anything.
+
+    The answers come from forerun synthesize. They are decoded again with the drafter alone at work:
+    tau and acceptance by depth are those of the step that would be compiled.
+    """
+    from forerun.models.checkpoint import load_checkpoint
+    from forerun.training.kinds import MEASURED, simulate
+
+    sizes = trees or MEASURED
+    simulate(load_checkpoint(target), drafter, data, click.echo, bundle, sizes, everything)

@@ -121,7 +121,7 @@ def train(
         if not first:
             return {}
     costs = None if bundle is None else Costs.of(bundle)
-    return measure(checkpoint, output, held_out, say, costs)
+    return measure(checkpoint, str(output), held_out, say, costs)
 
 
 def sweep_sizes(
@@ -156,30 +156,52 @@ def sweep_sizes(
 
 def measure(
     checkpoint: Checkpoint,
-    folder: Path,
+    name: str,
     texts: Sequence[Text],
     say: Say = lambda line: None,
     costs: Costs | None = None,
+    sizes: Sequence[int] = MEASURED,
+    which: str = "held-out",
 ) -> dict[int, Played]:
-    """Reports what the drafter in `folder` is worth on the answers `texts`, by kind of prompt."""
+    """Reports what the drafter `name` (a folder, a shipped one, either with `+ngram`) is worth on
+    the greedy answers `texts`, by kind of prompt; with `costs` the sizes are the bundle's."""
     if not texts:
         say("no greedy answer is held out: nothing to measure on")
         return {}
     ends, total = Columns.of(checkpoint), {}
-    for nodes in MEASURED if costs is None else sorted(costs.step):
-        drafter, parts = _sized(checkpoint, folder, texts, nodes), {}
+    for nodes in sizes if costs is None else sorted(costs.step):
+        drafter, parts = _sized(checkpoint, name, texts, nodes), {}
         for kind in sorted({text.kind for text in texts}):
             chosen = [text for text in texts if text.kind == kind]
             parts[kind] = play(drafter, ends, chosen, nodes)
-            say(_line(kind, nodes, parts[kind], costs))
+            say(_line(f"{which} {kind}", nodes, parts[kind], costs))
         total[nodes] = reduce(add, parts.values())
     return total
 
 
-def _sized(checkpoint: Checkpoint, folder: Path, texts: Sequence[Text], nodes: int) -> Drafter:
-    """The drafter in `folder` for trees of `nodes` nodes on `texts`."""
+def simulate(
+    checkpoint: Checkpoint,
+    name: str,
+    data: Sequence[Path],
+    say: Say,
+    bundle: Path | None = None,
+    sizes: Sequence[int] = MEASURED,
+    everything: bool = False,
+) -> dict[int, Played]:
+    """`measure` on the greedy answers of the `data` folders: the held-out ones, or `everything`."""
+    # Which features it reads does not depend on the room that its caches get.
+    layers = load_drafter(find_drafter(name), checkpoint, 64).feature_layers
+    texts = read_texts(checkpoint, data, layers)
+    chosen = [text for text in texts if text.greedy and (everything or text.held_out)]
+    costs = None if bundle is None else Costs.of(bundle)
+    which = "all" if everything else "held-out"
+    return measure(checkpoint, name, chosen, say, costs, sizes, which)
+
+
+def _sized(checkpoint: Checkpoint, name: str, texts: Sequence[Text], nodes: int) -> Drafter:
+    """The drafter `name` for trees of `nodes` nodes on `texts`."""
     longest = max(len(text.tokens) for text in texts)
-    drafter = load_drafter(find_drafter(str(folder)), checkpoint, longest + 64)
+    drafter = load_drafter(find_drafter(name), checkpoint, longest + 64)
     drafter.trim([nodes])
     return drafter
 
@@ -191,15 +213,15 @@ def _worth(checkpoint: Checkpoint, texts: Sequence[Text]) -> Worth | None:
     ends = Columns.of(checkpoint)
 
     def worth(folder: Path) -> float:
-        drafter = _sized(checkpoint, folder, texts, JUDGED_NODES)
+        drafter = _sized(checkpoint, str(folder), texts, JUDGED_NODES)
         return play(drafter, ends, texts, JUDGED_NODES).tau
 
     return worth
 
 
-def _line(kind: str, nodes: int, played: Played, costs: Costs | None) -> str:
+def _line(which: str, nodes: int, played: Played, costs: Costs | None) -> str:
     depths = " ".join(f"{share:.2f}" for share in played.acceptance_by_depth)
-    line = f"held-out {kind}, {nodes} nodes: tau {played.tau:.3f}, accepted to depth {depths}"
+    line = f"{which}, {nodes} nodes: tau {played.tau:.3f}, accepted to depth {depths}"
     if costs is None:
         return line
     return f"{line}; predicted speedup {costs.speedup(played.tau, nodes):.2f}"

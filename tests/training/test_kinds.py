@@ -18,7 +18,7 @@ from forerun.models.step import Step  # noqa: E402
 from forerun.models.target import Target  # noqa: E402
 from forerun.runtime.prompts import Prompt  # noqa: E402
 from forerun.training import texts as module  # noqa: E402
-from forerun.training.kinds import KINDS, train  # noqa: E402
+from forerun.training.kinds import KINDS, simulate, train  # noqa: E402
 from forerun.training.plan import SynthesizeConfig  # noqa: E402
 from forerun.training.synthesize import synthesize  # noqa: E402
 from forerun.training.synthesize_cli import _layers  # noqa: E402
@@ -54,6 +54,23 @@ def test_two_commands_make_a_drafter(
     assert any(line.startswith("held-out chat, 8 nodes: tau ") for line in lines)
     epochs = [line.split(" ")[2] for line in lines if line.startswith("epoch 1: ")]
     assert epochs == ["loss", "held-out"]
+
+
+def test_a_drafter_is_played_by_its_name(checkpoint: Any, data: Path, tmp_path: Path) -> None:
+    """On what training measured; with prompt lookup beside it on all answers."""
+    folder = tmp_path / "eagle3"
+    trained = train("eagle3", checkpoint, [data], folder, OPTIONS, lambda line: None)
+    lines: list[str] = []
+    assert simulate(checkpoint, str(folder), [data], lines.append) == trained
+    assert lines[0].startswith("held-out chat, 4 nodes: tau ")
+    found = simulate(
+        checkpoint, f"{folder}+ngram", [data], lines.append, sizes=[6], everything=True
+    )
+    assert list(found) == [6]
+    texts = [text for text in read_texts(checkpoint, [data], ()) if text.greedy]
+    assert len(texts) == 48
+    assert found[6].committed == sum(len(text.states) - 1 for text in texts)
+    assert lines[-1].startswith("all chat, 6 nodes: tau ")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "dflash"])

@@ -13,7 +13,10 @@ from forerun.compiler.eager import EagerStep  # noqa: E402
 from forerun.models.combined import Combined  # noqa: E402
 from forerun.models.draft_model import DraftModel  # noqa: E402
 from forerun.models.drafter import NORMED, Drafter  # noqa: E402
+from forerun.models.drafters import vocabulary_matrix  # noqa: E402
 from forerun.models.growing import as_growing  # noqa: E402
+from forerun.models.linear import Linear  # noqa: E402
+from forerun.models.medusa import Medusa, MedusaConfig  # noqa: E402
 from forerun.models.ngram import NGram  # noqa: E402
 from forerun.models.step import Step  # noqa: E402
 from forerun.models.target import Target  # noqa: E402
@@ -56,7 +59,23 @@ def from_the_target(kind: str) -> Callable[[Any], Drafter]:
     return make
 
 
+def heads_of_the_target(checkpoint: Any) -> Drafter:
+    """Heads that mostly pass on the state, so that some of their ten choices come true."""
+    draw = torch.Generator().manual_seed(5)
+    vocabulary = vocabulary_matrix(checkpoint).T
+    blocks = [
+        [Linear(torch.randn(32, 32, generator=draw) * 0.1, torch.zeros(32))] for _ in range(3)
+    ]
+    accuracy = tuple(tuple(0.4 / (head + k + 1) for k in range(10)) for head in range(3))
+    drafter = Medusa(MedusaConfig(3, 1, 32, 10, accuracy), blocks, [Linear(vocabulary)])
+    return drafter.eval()
+
+
 KINDS: dict[str, Callable[[Any], Drafter]] = {
+    "medusa": heads_of_the_target,
+    "medusa+ngram": lambda checkpoint: Combined(
+        as_growing(heads_of_the_target(checkpoint)), NODES - 1
+    ),
     "ngram": lambda _: NGram(NODES - 1, 4, 1),
     "draft": draft_model,
     "eagle": from_the_target("eagle"),
