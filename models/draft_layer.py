@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
+import torch.onnx.ops  # it registers the ops of torch.ops.onnx
 from torch import Tensor, nn
 
 from forerun.models.config import RopeConfig, TargetConfig

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,3 +124,22 @@ def test_tau_is_what_the_step_commits(tiny_checkpoint: Any, kind: str) -> None:
     assert (found.steps, found.committed) == (expected.steps, expected.committed)
     assert found.tau > 1.05  # something was accepted, so that the states were put to the test
     assert found.reached[0] >= found.reached[-1]
+
+
+def test_a_drafter_is_played_by_a_command_that_imports_no_more_than_it_needs(
+    chat_folder: Path, tmp_path: Path
+) -> None:
+    """In a process of its own, for what other tests import may hide what is missing."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(40)))
+    data, target = tmp_path / "data", str(chat_folder)
+    small = ("--max-new-tokens", "12", "--dtype", "float32")
+    sizes = ("--epochs", "1", "--depth", "1", "--block", "4", "--feature-layer", "1")
+    asked = ("synthesize", target, "--prompts", str(prompts), "-o", str(data), *small)
+    taught = ("train", "dflash", target, "--data", str(data), "-o", str(tmp_path / "d"), *sizes)
+    played = ("simulate", target, "--drafter", str(tmp_path / "d"), "--data", str(data), "--all")
+    for words in (asked, taught, played):
+        forerun = Path(sys.executable).with_name("forerun")
+        done = subprocess.run([str(forerun), *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("all ")
