@@ -58,6 +58,7 @@ KINDS = ["medusa", "eagle", "eagle3", "mtp", "dflash", "draft"]
     type=click.FloatRange(0),
     help="draft: weight of the prompts' tokens against the answers'. Default: 0.1.",
 )
+@click.option("--start", help="A drafter of this kind and these sizes to go on from.")
 @click.option("--epochs", type=click.IntRange(1), help="Default: 4.")
 @click.option(
     "--batch",

@@ -26,6 +26,7 @@ from forerun.models.draft_layer import DraftLayerConfig
 from forerun.models.drafter import NORMED
 from forerun.models.drafter_folder import vocabulary_tensors
 from forerun.models.drafters import vocabulary_matrix
+from forerun.training.begin import begin, take_over
 from forerun.training.eagle import target_layer
 from forerun.training.fit import Settings, Task, Worth, fit
 from forerun.training.lesson import Lesson, pack, progress_line
@@ -91,8 +92,11 @@ def train_dflash(
     worth: Worth | None = None,
 ) -> DFlash:
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
-    lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say)
+    begun = begin(settings.start, "dflash", checkpoint) if settings.start else None
+    lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say, begun)
     drafter = start(checkpoint, training, lesson, lesson.longest + training.block)
+    if begun is not None:
+        take_over(drafter, dict(begun.named_parameters()), str(settings.start))
     reach = training.reach or default_reach(training.block)
     weights = torch.exp(-torch.arange(training.block - 1) / reach)
     groups = pack(lesson.texts, training.batch)

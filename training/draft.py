@@ -24,6 +24,7 @@ from forerun.models.draft_folder import save_draft_model
 from forerun.models.draft_layer import DraftLayerConfig
 from forerun.models.draft_model import DraftModel
 from forerun.models.weights import tensor_shapes
+from forerun.training.begin import begin, take_over
 from forerun.training.fit import Settings, Task, Worth, fit
 from forerun.training.lesson import Lesson, pack
 from forerun.training.published import by_published_names, layered
@@ -81,8 +82,11 @@ def train_draft(
     worth: Worth | None = None,
 ) -> DraftModel:
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
-    lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say)
+    begun = begin(settings.start, "draft", checkpoint) if settings.start else None
+    lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say, begun)
     drafter = start(checkpoint, training, lesson.ids, lesson.longest, settings.seed)
+    if begun is not None:
+        take_over(drafter, dict(begun.named_parameters()), str(settings.start))
     groups = pack(lesson.texts, training.batch)
 
     def epoch(draw: torch.Generator) -> list[list[Text]]:

@@ -19,6 +19,7 @@ from forerun.models.eagle import Eagle, Eagle3, EagleConfig
 from forerun.models.eagle_folder import save_eagle
 from forerun.models.mtp import Mtp
 from forerun.models.mtp_folder import save_mtp
+from forerun.training.begin import begin, take_over
 from forerun.training.fit import Settings, Task, Worth, fit
 from forerun.training.lesson import Lesson, pack, progress_line
 from forerun.training.published import LAYER_NAMES, by_published_names
@@ -60,9 +61,12 @@ def train_eagle(
     worth: Worth | None = None,
 ) -> None:
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
-    lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say)
+    begun = begin(settings.start, training.kind, checkpoint) if settings.start else None
+    lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say, begun)
     capacity = lesson.longest + training.unroll + 2
     drafter = trainable(*start(checkpoint, training, lesson.ids, capacity), capacity)
+    if begun is not None:
+        take_over(drafter, dict(begun.named_parameters()), str(settings.start))
     weights = training.decay ** torch.arange(training.unroll)
 
     def loss(group: Sequence[Text]) -> tuple[Tensor, Tensor]:

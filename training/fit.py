@@ -45,6 +45,8 @@ class Settings:
     patience: int | None = None
     """Epochs without a better score that end the training, and then the best epoch's weights are
     kept; None: all epochs are gone through, and the last weights kept."""
+    start: str | None = None
+    """The drafter whose weights, and reduced vocabulary, it begins with; None: as its kind does."""
     seed: int = 0
     save_every: int = 100
     """Steps between two checkpoints."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.drafter import Drafter
 from forerun.training.data import commonest, frequencies
 from forerun.training.evaluate import columns_of
 from forerun.training.texts import Text
@@ -33,9 +34,17 @@ class Lesson:
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, texts: Sequence[Text], draft_vocabulary: int, say: Say
+        cls,
+        checkpoint: Checkpoint,
+        texts: Sequence[Text],
+        draft_vocabulary: int,
+        say: Say,
+        begun: Drafter | None = None,
     ) -> Lesson:
-        """Raises ForerunError where there is nothing to learn from."""
+        """The tokens are those that `begun` drafts, where it is given and drafts not all.
+
+        Raises ForerunError where there is nothing to learn from.
+        """
         seen = [text for text in texts if not text.held_out]
         used = [text for text in seen if len(text.states) > 1]
         if not used:
@@ -45,7 +54,8 @@ class Lesson:
         say(f"{sum(len(text.states) for text in used)} answer tokens to train on")
         vocabulary = checkpoint.config.vocab_size
         counts = frequencies(seen, vocabulary)
-        ids = commonest(counts, draft_vocabulary).sort().values
+        known = getattr(begun, "ids", None)
+        ids = commonest(counts, draft_vocabulary).sort().values if known is None else known
         ends, columns = Columns.of(checkpoint, ids), columns_of(ids, vocabulary)
         return cls(used, counts, ids, columns, ends, checkpoint.digest)
 

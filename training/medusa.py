@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafters import vocabulary_matrix
-from forerun.models.medusa import MedusaConfig
+from forerun.models.linear import Linear
+from forerun.models.medusa import Medusa, MedusaConfig
 from forerun.models.medusa_folder import save_medusa
+from forerun.training.begin import begin, take_over
 from forerun.training.data import Answers, Data, commonest
 from forerun.training.evaluate import Measured, in_vocabulary, measure
 from forerun.training.fit import Settings, Task, Worth, fit
@@ -84,6 +87,11 @@ def train_medusa(
     ids = commonest(data.frequencies, training.draft_vocabulary)
     hidden = checkpoint.config.hidden_size
     heads = Heads(training.heads, training.layers, hidden)
+    if settings.start:
+        begun = begin(settings.start, "medusa", checkpoint)
+        assert isinstance(begun, Medusa)
+        take_over(heads, apart(begun), settings.start)
+        ids = ids if begun.ids is None else begun.ids
     written: list[tuple[MedusaConfig, Measured]] = []
 
     def save(where: Path, trained: Heads) -> None:
@@ -95,6 +103,25 @@ def train_medusa(
     for line in result.lines:
         say(line)
     return config
+
+
+def apart(medusa: Medusa) -> dict[str, Tensor]:
+    """The residual blocks' weights by the names that `Heads` has.
+
+    In a drafter those of all heads lie side by side.
+    """
+    if len(medusa.heads) > 1:
+        raise ForerunError(
+            "--start: those heads have vocabulary layers of their own; ours share one"
+        )
+    size, found = medusa.config.hidden_size, {}
+    for layer, block in enumerate(medusa.blocks):
+        assert isinstance(block, Linear) and block.bias is not None
+        parts = zip(block.weight.split(size, 1), block.bias.split(size), strict=True)
+        for head, (weight, bias) in enumerate(parts):
+            found[f"{head}.{layer}.linear.weight"] = weight.T
+            found[f"{head}.{layer}.linear.bias"] = bias
+    return found
 
 
 def _write(

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from forerun.compiler.eager import EagerStep  # noqa: E402
 from forerun.errors import ForerunError  # noqa: E402
 from forerun.models.drafter import NORMED, Drafter  # noqa: E402
-from forerun.models.drafters import find_drafter  # noqa: E402
+from forerun.models.drafters import find_drafter, load_drafter  # noqa: E402
 from forerun.models.step import Step  # noqa: E402
 from forerun.models.target import Target  # noqa: E402
 from forerun.runtime.prompts import Prompt  # noqa: E402
@@ -54,6 +54,37 @@ def test_two_commands_make_a_drafter(
     assert any(line.startswith("held-out chat, 8 nodes: tau ") for line in lines)
     epochs = [line.split(" ")[2] for line in lines if line.startswith("epoch 1: ")]
     assert epochs == ["loss", "held-out"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_from_a_drafter(
+    checkpoint: Any, data: Path, tmp_path: Path, kind: str
+) -> None:
+    """At no rate it stays what it was, its vocabulary included, whatever the new data hold."""
+    train(kind, checkpoint, [data], tmp_path / "a", OPTIONS, lambda line: None)
+    other = tmp_path / "other"
+    asked = [Prompt(None, f"{i}: another text, z{i}", "chat") for i in range(20)]
+    synthesize(checkpoint, asked, other, CONFIG)
+    options = {**OPTIONS, "start": str(tmp_path / "a"), "rate": 1e-12}
+    train(kind, checkpoint, [other], tmp_path / "b", options, lambda line: None)
+    before, after = (
+        load_drafter(find_drafter(str(tmp_path / name)), checkpoint, 64).state_dict()
+        for name in "ab"
+    )
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_a_drafter_to_go_on_from_must_fit(checkpoint: Any, data: Path, tmp_path: Path) -> None:
+    train("medusa", checkpoint, [data], tmp_path / "a", OPTIONS, lambda line: None)
+    options = {**OPTIONS, "start": str(tmp_path / "a")}
+    with pytest.raises(ForerunError, match="a drafter of kind medusa, not mtp"):
+        train("mtp", checkpoint, [data], tmp_path / "b", options, lambda line: None)
+    with pytest.raises(
+        ForerunError, match=r"4\.0\.linear\.weight is to be .*, and there .* nothing"
+    ):
+        options = {**options, "heads": 5}
+        train("medusa", checkpoint, [data], tmp_path / "b", options, lambda line: None)
 
 
 def test_a_drafter_is_played_by_its_name(checkpoint: Any, data: Path, tmp_path: Path) -> None:
