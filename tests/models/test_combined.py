@@ -300,15 +300,15 @@ def test_trimming_shortens_the_chain_to_the_deepest_tree(make_target, make_medus
 
 
 def test_the_name_says_both(tmp_path, make_medusa):
-    source = find_drafter("medusa+ngram")
-    alone = find_drafter("medusa")
+    source = find_drafter("chat+ngram")
+    alone = find_drafter("chat")
     assert (source.name, source.kind, source.folder) == (
-        "medusa+ngram",
+        "chat+ngram",
         "medusa+ngram",
         alone.folder,
     )
     assert source.digest != alone.digest
-    for name in ("ngram+ngram", "plain+ngram", "medusa+ngram+ngram"):
+    for name in ("ngram+ngram", "plain+ngram", "chat+ngram+ngram"):
         with pytest.raises(ForerunError, match=r"\+ngram"):
             find_drafter(name)
     with pytest.raises(ForerunError, match="drafter 'nobody'"):
@@ -318,7 +318,7 @@ def test_the_name_says_both(tmp_path, make_medusa):
 def test_the_shipped_drafter_records_both():
     pytest.importorskip("gguf")
     checkpoint = load_checkpoint("smollm2")
-    drafter = load_drafter(find_drafter("medusa+ngram"), checkpoint, 64)
+    drafter = load_drafter(find_drafter("chat+ngram"), checkpoint, 64)
     assert isinstance(drafter, Combined)
     options = drafter.options()
     assert options["heads"] == 4 and options["ngram_longest"] == 8
