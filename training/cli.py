@@ -24,7 +24,15 @@ KINDS = ["medusa", "eagle", "eagle3", "mtp", "dflash", "draft"]
 )
 @click.option("--layers", type=click.IntRange(1, 8), help="medusa: blocks a head. Default: 3.")
 @click.option(
-    "--unroll", type=click.IntRange(1, 16), help="eagle, eagle3, mtp: steps drafted. Default: 5."
+    "--unroll",
+    type=click.IntRange(1, 16),
+    help="eagle, eagle3, mtp: steps drafted, the tree's depth. Default: 5.",
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(1, 64),
+    help="eagle, eagle3, mtp: nodes a level goes on with (default: 8; mtp: 1). medusa: choices "
+    "a head (default: 10).",
 )
 @click.option(
     "--decay",

@@ -35,7 +35,11 @@ class EagleTraining:
 
     kind: str = "eagle3"
     unroll: int = 5
-    """Steps that are drafted one after the other, each from the last one's output."""
+    """Steps that are drafted one after the other, each from the last one's output: the depth of
+    the trees that it will grow."""
+    top_k: int | None = None
+    """Children of a node, and nodes of a level, that are gone on with in those trees; None: as
+    published folders are read, MTP's a chain."""
     decay: float = 0.8
     """Weight of an unrolled step's loss against the one before (EAGLE-3's own)."""
     draft_vocabulary: int = 8192
@@ -99,9 +103,9 @@ def start(
     config = checkpoint.config
     width = training.intermediate or config.intermediate_size
     layer = replace(DraftLayerConfig.of(config), intermediate_size=width)
-    eagle = EagleConfig(layer, feature_layers(training.kind, config.num_layers))
-    if training.kind == "mtp":
-        eagle = replace(eagle, top_k=1)
+    top_k = training.top_k or (1 if training.kind == "mtp" else EagleConfig.top_k)
+    layers = feature_layers(training.kind, config.num_layers)
+    eagle = EagleConfig(layer, layers, training.unroll, top_k)
     make = STARTS.get(training.kind)
     if make is None:
         raise ForerunError(f"kind {training.kind!r}: choose one of {', '.join(STARTS)}")

@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 Options = Mapping[str, Any]
 MEASURED = (4, 6, 8)
 """Sizes of the draft trees that are played on held-out answers."""
-SIZES = ("depth", "draft_vocabulary", "heads", "intermediate", "layers", "width")
+SIZES = ("depth", "draft_vocabulary", "heads", "intermediate", "layers", "top_k", "unroll", "width")
 """Options that a sweep may go through."""
 JUDGED, JUDGED_NODES = 64, 6
 """Held-out answers, and the tree's size, by which epochs are compared."""

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from forerun.models.drafter import NORMED, Committed  # noqa: E402
 from forerun.models.drafters import find_drafter, load_drafter  # noqa: E402
+from forerun.models.eagle import Eagle  # noqa: E402
 from forerun.models.ops import scatter_in_place  # noqa: E402
 from forerun.training.eagle import (  # noqa: E402
     EagleTraining,
@@ -120,7 +121,7 @@ def test_it_learns_and_the_folder_is_what_was_trained(
     checkpoint: Any, kind: str, texts_of: Any, tmp_path: Path
 ) -> None:
     texts = texts_of(checkpoint, feature_layers(kind, 6), 12)
-    training = EagleTraining(kind=kind, unroll=3, draft_vocabulary=260, batch=120)
+    training = EagleTraining(kind=kind, unroll=3, top_k=2, draft_vocabulary=260, batch=120)
     settings, lines = replace(SETTINGS, epochs=60), []
     train_eagle(checkpoint, texts, tmp_path, training, settings, lines.append)
     first, last = (float(line.split("loss ")[1].split()[0]) for line in (lines[1], lines[-1]))
@@ -129,6 +130,8 @@ def test_it_learns_and_the_folder_is_what_was_trained(
     assert not (tmp_path / CHECKPOINT).exists()
     loaded = load_drafter(find_drafter(str(tmp_path)), checkpoint, SLOTS)
     assert loaded.kind == kind
+    assert isinstance(loaded, Eagle)
+    assert (loaded.config.depth, loaded.config.top_k) == (3, 2)
     assert loaded.feature_layers == feature_layers(kind, 6)
     names = published(loaded)
     assert sum(w.numel() for w in names.values()) == sum(w.numel() for w in loaded.parameters())
