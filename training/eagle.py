@@ -52,7 +52,14 @@ class EagleTraining:
 
 def feature_layers(kind: str, layers: int) -> tuple[int, ...]:
     """The target's hidden states that a drafter of `kind` reads."""
-    return (2, layers // 2, layers - 3) if kind == "eagle3" else (NORMED,)
+    if kind != "eagle3":
+        return (NORMED,)
+    if layers < 5:
+        raise ForerunError(
+            "eagle3 reads what enters an early, a middle and a late layer, and the target has "
+            f"{layers} in all: train another kind"
+        )
+    return (2, layers // 2, layers - 3)
 
 
 def train_eagle(

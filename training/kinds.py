@@ -174,8 +174,10 @@ def measure(
         for kind in sorted({text.kind for text in texts}):
             chosen = [text for text in texts if text.kind == kind]
             parts[kind] = play(drafter, ends, chosen, nodes)
-            say(_line(f"{which} {kind}", nodes, parts[kind], costs))
+            say(_line(f"{which} {kind}".strip(), nodes, parts[kind], costs))
         total[nodes] = reduce(add, parts.values())
+        if len(parts) > 1:
+            say(_line(f"{which}, all kinds", nodes, total[nodes], costs))
     return total
 
 
@@ -194,7 +196,7 @@ def simulate(
     texts = read_texts(checkpoint, data, layers)
     chosen = [text for text in texts if text.greedy and (everything or text.held_out)]
     costs = None if bundle is None else Costs.of(bundle)
-    which = "all" if everything else "held-out"
+    which = "answers" if everything else "held-out"
     return measure(checkpoint, name, chosen, say, costs, sizes, which)
 
 

@@ -63,6 +63,27 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint_folder
 
 
 @pytest.fixture(scope="session")
+def deep_chat_folder(tmp_path_factory: pytest.TempPathFactory, chat_folder: Path) -> Path:
+    """That folder with six layers, its two over and over."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("deep") / "tiny"
+    shutil.copytree(chat_folder, folder)
+    (path,) = folder.glob("*.safetensors")
+    weights = load_file(path)
+    for name, weight in [*weights.items()]:
+        for layer in range(2, 6):
+            if name.startswith(f"model.layers.{layer % 2}."):
+                rest = name.split(".", 3)[3]
+                weights[f"model.layers.{layer}.{rest}"] = weight.clone()
+    save_file(weights, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    kinds = {"layer_types": config["layer_types"] * 3} if "layer_types" in config else {}
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 6, **kinds}))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def texts_of() -> Callable[..., list[Any]]:
     """`texts_of(checkpoint, layers, count=24)`: prompts in the tiny target's alphabet, and what it
     says to them, greedily, with its feature `layers`. Every sixth is held out."""

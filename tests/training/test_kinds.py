@@ -101,7 +101,7 @@ def test_a_drafter_is_played_by_its_name(checkpoint: Any, data: Path, tmp_path: 
     texts = [text for text in read_texts(checkpoint, [data], ()) if text.greedy]
     assert len(texts) == 48
     assert found[6].committed == sum(len(text.states) - 1 for text in texts)
-    assert lines[-1].startswith("all chat, 6 nodes: tau ")
+    assert lines[-1].startswith("answers chat, 6 nodes: tau ")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "dflash"])
@@ -176,3 +176,8 @@ def test_another_targets_data_are_refused(checkpoint: Any, data: Path, tmp_path:
     for kind in KINDS:
         with pytest.raises(ForerunError, match="the data are not tiny's answers"):
             train(kind, other, [data], tmp_path / kind, OPTIONS, lambda line: None)
+
+
+def test_a_shallow_target_has_no_three_layers_to_read(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    with pytest.raises(ForerunError, match="the target has 2 in all"):
+        train("eagle3", tiny_checkpoint, [tmp_path], tmp_path, OPTIONS, lambda line: None)

@@ -21,9 +21,14 @@ LINES = {
 }
 SMALL = {
     "DATA_FLAGS": "--max-new-tokens 12 --batch 8 --shard 16",
-    "TRAIN_FLAGS": "--epochs 2 --heads 2 --layers 1 --batch 32",
-    "COMPILE_FLAGS": "--capacity 128 --chunk 32 --tree 6",
+    "COMPILE_FLAGS": "--capacity 256 --chunk 32 --tree 6",
     "BENCH_FLAGS": "--max-new-tokens 8",
+}
+
+
+TRAIN = {
+    "tool-calls": "--epochs 1 --intermediate 24 --unroll 2 --batch 400",
+    "chat": "--epochs 2 --heads 2 --layers 1 --batch 32",
 }
 
 
@@ -33,7 +38,9 @@ def test_every_recipe_is_tested() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LINES)
-def test_prompts_become_a_measured_bundle(name: str, chat_folder: Path, tmp_path: Path) -> None:
+def test_prompts_become_a_measured_bundle(
+    name: str, deep_chat_folder: Path, tmp_path: Path
+) -> None:
     """Nothing of the prompts to measure on is trained on; a second run makes nothing again."""
     line = json.dumps(LINES[name])
     # Of the five to measure on, prompt 0 asks what is to be trained on as well.
@@ -42,20 +49,21 @@ def test_prompts_become_a_measured_bundle(name: str, chat_folder: Path, tmp_path
         if file == "kept":
             text = text.replace("sum_of", "product_of").replace("and why", "and then")
         (tmp_path / f"{file}.jsonl").write_text(text)
-    output = cook(name, chat_folder, tmp_path)
+    output = cook(name, deep_chat_folder, tmp_path)
     assert "dropped: 1 same_question" in output
     assert "held-out tau" in output
     made = tmp_path / "out" / "bundle" / "manifest.json"
     before = made.stat().st_mtime_ns
     result = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert result["identical"] == result["prompts"] == 5
-    assert "there already" in cook(name, chat_folder, tmp_path)
+    assert "there already" in cook(name, deep_chat_folder, tmp_path)
     assert made.stat().st_mtime_ns == before
 
 
 def cook(name: str, target: Path, folder: Path) -> str:
     """Runs the recipe; returns what it said."""
     own = {
+        "TRAIN_FLAGS": TRAIN[name],
         "TARGET": str(target),
         "OUT": str(folder / "out"),
         "PROMPTS": str(folder / "mine.jsonl"),
