@@ -289,6 +289,6 @@ def write(
     facts = {
         "target": checkpoint.name,
         "target_digest": checkpoint.digest,
-        "training": asdict(training) | asdict(settings),
+        "training": settings.recorded(training),
     }
     save_dflash(folder, drafter.config, tensors, facts)

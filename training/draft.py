@@ -242,7 +242,7 @@ def write(
         "torch_dtype": "float16",
         "target": checkpoint.name,
         "target_digest": checkpoint.digest,
-        "training": asdict(training) | asdict(settings),
+        "training": settings.recorded(training),
     }
     ids = drafter.ids if drafter.ids is not None else torch.arange(drafter.config.vocab_size)
     save_draft_model(folder, drafter.config, halves, ids, checkpoint, facts)

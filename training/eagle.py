@@ -194,7 +194,7 @@ def write(
     facts = {
         "target": checkpoint.name,
         "target_digest": checkpoint.digest,
-        "training": asdict(training) | asdict(settings),
+        "training": settings.recorded(training),
     }
     if training.kind == "mtp":
         save_mtp(folder, drafter.config, tensors, facts)

@@ -53,6 +53,12 @@ class Settings:
     dtype: str = "bfloat16"
     """What the matmuls are computed in; parameters stay in float32."""
 
+    def recorded(self, training: Any) -> dict[str, Any]:
+        """What a drafter's folder says of its making, `training` being its kind's own settings;
+        where it began by name alone, since a path says nothing elsewhere."""
+        name = self.start and Path(self.start).name
+        return asdict(training) | asdict(self) | {"start": name}
+
 
 @dataclass(frozen=True)
 class Task(Generic[B]):

@@ -146,7 +146,7 @@ def _write(
     facts = {
         "target": checkpoint.name,
         "target_digest": checkpoint.digest,
-        "training": asdict(training) | asdict(settings),
+        "training": settings.recorded(training),
         "train_tokens": len(data.train.tokens),
         "held_out": result.facts,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def test_training_goes_on_from_a_drafter(
     synthesize(checkpoint, asked, other, CONFIG)
     options = {**OPTIONS, "start": str(tmp_path / "a"), "rate": 1e-12}
     train(kind, checkpoint, [other], tmp_path / "b", options, lambda line: None)
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert written["training"]["start"] == "a"
     before, after = (
         load_drafter(find_drafter(str(tmp_path / name)), checkpoint, 64).state_dict()
         for name in "ab"
