@@ -84,8 +84,8 @@ WRITERS: dict[str, Callable[[Path, Checkpoint], None]] = {
 }
 DRAFTERS: dict[str, tuple[str, ...]] = {
     "ngram": ("--drafter", "ngram"),
-    "medusa": ("--drafter", "chat"),
-    "medusa+ngram": ("--drafter", "chat+ngram"),
+    "chat": ("--drafter", "chat"),
+    "chat+ngram": ("--drafter", "chat+ngram"),
     **{kind: ("--drafter", f"{{}}/{kind}") for kind in WRITERS},
     "eagle3+ngram": ("--drafter", "{}/eagle3+ngram"),
     "draft, rejection": ("--drafter", "{}/draft", "--acceptance", "rejection"),

@@ -5,15 +5,16 @@
 #   PROMPTS=mine.jsonl HELD_OUT=kept.jsonl recipes/chat.sh   your own
 #
 # A line of either file is {"prompt": "..."}, {"messages": [...]}, or {"turns": ["...", "..."]}, which
-# the target answers one by one. HELD_OUT is only measured on: prompts that ask its questions are
-# dropped from PROMPTS. Without it, the prompts that `synthesize` holds out by hash still are.
+# the target answers one by one. HELD_OUT (else examples/prompts.jsonl) is only measured on: prompts
+# that ask its questions are dropped from PROMPTS.
 #
-# All is written under OUT; started again, it goes on where it stopped. DATA_FLAGS,
-# TRAIN_FLAGS, COMPILE_FLAGS and BENCH_FLAGS come after the flags below, and win.
+# All is written under OUT; started again, it goes on where it stopped (for other flags choose
+# another OUT). DATA_FLAGS, TRAIN_FLAGS, COMPILE_FLAGS and BENCH_FLAGS come after the flags below and
+# win, but for those that may be repeated, as --temperature: they add to them.
 set -eu
 TARGET=${TARGET:-smollm2}
 OUT=${OUT:-build/chat}
-HELD_OUT=${HELD_OUT:-examples/prompts.jsonl}
+HELD_OUT=${HELD_OUT:-"$(dirname "$0")/../examples/prompts.jsonl"}
 mkdir -p "$OUT"
 
 if [ -z "${PROMPTS:-}" ]; then
@@ -25,8 +26,9 @@ fi
 forerun synthesize "$TARGET" --prompts "$PROMPTS" --exclude "$HELD_OUT" -o "$OUT/data" \
   --temperature 0.8 --greedy-share 0.6 ${DATA_FLAGS:-}
 
-# New text is seldom copied: heads that read the newest state alone draft nearly as well, for less.
-forerun train medusa "$TARGET" --data "$OUT/data" -o "$OUT/drafter" --epochs 8 ${TRAIN_FLAGS:-}
+# Heads that read the newest state alone are the cheapest to train and to draft with.
+[ -e "$OUT/drafter/config.json" ] ||
+  forerun train medusa "$TARGET" --data "$OUT/data" -o "$OUT/drafter" --epochs 8 ${TRAIN_FLAGS:-}
 
 forerun compile "$TARGET" --drafter "$OUT/drafter+ngram" -o "$OUT/bundle" ${COMPILE_FLAGS:-}
 

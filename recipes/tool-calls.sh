@@ -8,19 +8,20 @@
 # shows it the schemas, or {"messages": [...]} or {"prompt": "..."} with the schemas in the text.
 # HELD_OUT is only measured on: prompts that ask its questions or name its functions are dropped.
 #
-# All is written under OUT; started again, it goes on where it stopped. DATA_FLAGS,
-# TRAIN_FLAGS, COMPILE_FLAGS and BENCH_FLAGS come after the flags below, and win.
+# All is written under OUT; started again, it goes on where it stopped (for other flags choose
+# another OUT). DATA_FLAGS, TRAIN_FLAGS, COMPILE_FLAGS and BENCH_FLAGS come after the flags below and
+# win, but for those that may be repeated, as --temperature: they add to them.
 set -eu
 TARGET=${TARGET:-smollm2}
 OUT=${OUT:-build/tool-calls}
 mkdir -p "$OUT"
 
-if [ -z "${PROMPTS:-}" ]; then
+if [ -z "${PROMPTS:-}" ] && [ -z "${HELD_OUT:-}" ]; then
   PROMPTS=$OUT/prompts.jsonl HELD_OUT=$OUT/held-out.jsonl
   python -m forerun.training.tool_prompts --split train --rounds 2 --own 1500 --invented 6000 -o "$PROMPTS"
   python -m forerun.training.tool_prompts --split held-out -o "$HELD_OUT"
 fi
-: "${HELD_OUT:?prompts to measure on}"
+: "${PROMPTS:?prompts to train on}" "${HELD_OUT:?prompts to measure on}"
 
 # Calls are short and decoded greedily in production; a few sampled ones show the drafter mistakes.
 forerun synthesize "$TARGET" --prompts "$PROMPTS" --exclude "$HELD_OUT" -o "$OUT/data" \
@@ -28,8 +29,9 @@ forerun synthesize "$TARGET" --prompts "$PROMPTS" --exclude "$HELD_OUT" -o "$OUT
 
 # What a call says stands in the schemas and the question, so the drafter must look back: EAGLE-3 does.
 # A tree of two nodes a level was worth as much as one of eight, at half the cost.
-forerun train eagle3 "$TARGET" --data "$OUT/data" -o "$OUT/drafter" --intermediate 768 \
-  --draft-vocabulary 4096 --unroll 4 --top-k 2 --batch 8192 --epochs 4 ${TRAIN_FLAGS:-}
+[ -e "$OUT/drafter/config.json" ] ||
+  forerun train eagle3 "$TARGET" --data "$OUT/data" -o "$OUT/drafter" --intermediate 768 \
+    --draft-vocabulary 4096 --unroll 4 --top-k 2 --batch 8192 --epochs 4 ${TRAIN_FLAGS:-}
 
 # Beside it, prompt lookup copies what is longer than the tree is deep.
 forerun compile "$TARGET" --drafter "$OUT/drafter+ngram" -o "$OUT/bundle" ${COMPILE_FLAGS:-}

@@ -129,7 +129,9 @@ def train_command(
 @click.option("--data", type=PATH, required=True, multiple=True, help="Data folder; repeatable.")
 @click.option("--tree", "trees", type=click.IntRange(2), multiple=True, help="Nodes; repeatable.")
 @click.option("--all", "everything", is_flag=True, help="Not only the answers held out by hash.")
-@click.option("--bundle", type=PATH, help="As in forerun train: predicts the speedup.")
+@click.option(
+    "--bundle", type=PATH, help="As in forerun train: predicts the speedup, for its own trees."
+)
 def simulate_command(
     target: str,
     drafter: str,

@@ -26,7 +26,7 @@ from forerun.models.draft_layer import DraftLayerConfig
 from forerun.models.drafter import NORMED
 from forerun.models.drafter_folder import vocabulary_tensors
 from forerun.models.drafters import vocabulary_matrix
-from forerun.training.begin import begin, take_over
+from forerun.training.begin import begin, check_alike, take_over
 from forerun.training.eagle import target_layer
 from forerun.training.fit import Settings, Task, Worth, fit
 from forerun.training.lesson import Lesson, pack, progress_line
@@ -94,8 +94,16 @@ def train_dflash(
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
     begun = begin(settings.start, "dflash", checkpoint) if settings.start else None
     lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say, begun)
+    training = replace(training, draft_vocabulary=len(lesson.ids))
     drafter = start(checkpoint, training, lesson, lesson.longest + training.block)
     if begun is not None:
+        assert isinstance(begun, DFlash)
+        mask = begun.config.mask_token_id
+        drafter.config = replace(drafter.config, mask_token_id=mask)
+        kinds = ("sliding_layers", "causal_layers")
+        plain = {name: () for name in kinds if not any(getattr(begun.config, name))}
+        theirs = replace(begun.config, **plain)
+        check_alike(theirs, drafter.config, str(settings.start), ("budget",))
         take_over(drafter, dict(begun.named_parameters()), str(settings.start))
     reach = training.reach or default_reach(training.block)
     weights = torch.exp(-torch.arange(training.block - 1) / reach)

@@ -11,7 +11,7 @@ tied to the embedding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from forerun.models.draft_folder import save_draft_model
 from forerun.models.draft_layer import DraftLayerConfig
 from forerun.models.draft_model import DraftModel
 from forerun.models.weights import tensor_shapes
-from forerun.training.begin import begin, take_over
+from forerun.training.begin import begin, check_alike, take_over
 from forerun.training.fit import Settings, Task, Worth, fit
 from forerun.training.lesson import Lesson, pack
 from forerun.training.published import by_published_names, layered
@@ -84,9 +84,13 @@ def train_draft(
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
     begun = begin(settings.start, "draft", checkpoint) if settings.start else None
     lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say, begun)
+    training = replace(training, draft_vocabulary=len(lesson.ids))
     drafter = start(checkpoint, training, lesson.ids, lesson.longest, settings.seed)
     if begun is not None:
-        take_over(drafter, dict(begun.named_parameters()), str(settings.start))
+        assert isinstance(begun, DraftModel)
+        check_alike(begun.config, drafter.config, str(settings.start))
+        tied = {n: w for n, w in begun.named_parameters() if not n.startswith("head.")}
+        take_over(drafter, tied, str(settings.start))
     groups = pack(lesson.texts, training.batch)
 
     def epoch(draw: torch.Generator) -> list[list[Text]]:

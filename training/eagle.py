@@ -19,7 +19,7 @@ from forerun.models.eagle import Eagle, Eagle3, EagleConfig
 from forerun.models.eagle_folder import save_eagle
 from forerun.models.mtp import Mtp
 from forerun.models.mtp_folder import save_mtp
-from forerun.training.begin import begin, take_over
+from forerun.training.begin import begin, check_alike, take_over
 from forerun.training.fit import Settings, Task, Worth, fit
 from forerun.training.lesson import Lesson, pack, progress_line
 from forerun.training.published import LAYER_NAMES, by_published_names
@@ -74,9 +74,12 @@ def train_eagle(
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
     begun = begin(settings.start, training.kind, checkpoint) if settings.start else None
     lesson = Lesson.of(checkpoint, texts, training.draft_vocabulary, say, begun)
+    training = replace(training, draft_vocabulary=len(lesson.ids))
     capacity = lesson.longest + training.unroll + 2
     drafter = trainable(*start(checkpoint, training, lesson.ids, capacity), capacity)
     if begun is not None:
+        assert isinstance(begun, Eagle)
+        check_alike(begun.config, drafter.config, str(settings.start), ("depth", "top_k"))
         take_over(drafter, dict(begun.named_parameters()), str(settings.start))
     weights = training.decay ** torch.arange(training.unroll)
 

@@ -9,6 +9,7 @@ from operator import add
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.drafters import find_drafter, load_drafter
@@ -190,11 +191,17 @@ def simulate(
     sizes: Sequence[int] = MEASURED,
     everything: bool = False,
 ) -> dict[int, Played]:
-    """`measure` on the greedy answers of the `data` folders: the held-out ones, or `everything`."""
+    """`measure` on the greedy answers of the `data` folders: the held-out ones, or `everything`.
+
+    Raises ForerunError where there is none.
+    """
     # Which features it reads does not depend on the room that its caches get.
     layers = load_drafter(find_drafter(name), checkpoint, 64).feature_layers
     texts = read_texts(checkpoint, data, layers)
     chosen = [text for text in texts if text.greedy and (everything or text.held_out)]
+    if not chosen:
+        where = "" if everything else " is held out by hash (--all takes the others as well)"
+        raise ForerunError(f"no greedy answer{where} in the data: synthesize some at temperature 0")
     costs = None if bundle is None else Costs.of(bundle)
     which = "answers" if everything else "held-out"
     return measure(checkpoint, name, chosen, say, costs, sizes, which)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,7 @@ def train_medusa(
         assert isinstance(begun, Medusa)
         take_over(heads, apart(begun), settings.start)
         ids = ids if begun.ids is None else begun.ids
+    training = replace(training, draft_vocabulary=len(ids))
     written: list[tuple[MedusaConfig, Measured]] = []
 
     def save(where: Path, trained: Heads) -> None:

@@ -47,9 +47,9 @@ def ray_run(load: Callable[[], Checkpoint]) -> Run:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.WARNING)
-        cpus = int(ray.cluster_resources().get("CPU", 1))
-        threads = min(config.threads, cpus)  # fewer CPUs are slower, and give the same
-        count = min(cpus // threads, len(shards))
+        nodes = [int(n["Resources"].get("CPU", 0)) for n in ray.nodes() if n["Alive"]]
+        threads = min(config.threads, max(nodes))  # fewer CPUs are slower, and give the same
+        count = min(sum(cpus // threads for cpus in nodes), len(shards))
         rows = [{"number": shard.number, "jobs": _packed(shard.jobs)} for shard in shards]
         made = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
             _Worker,

@@ -162,18 +162,20 @@ def _everywhere(target: str) -> str:
     return str(path.absolute()) if path.exists() else target
 
 
+READING = ("eagle", "eagle3", "mtp", "dflash")
+"""The kinds of drafters that read features."""
+
+
 def _layers(features: str, count: int) -> tuple[int, ...]:
     """The layers that `--features` asks for, of a target of `count` layers."""
     from forerun.training.kinds import KINDS, features_of_kind
 
-    found = {kind: features_of_kind(kind, count) for kind in KINDS}
-    reading = {kind: layers for kind, layers in found.items() if layers}
-    if features in reading:
-        return reading[features]
+    if features in KINDS and (found := features_of_kind(features, count)):
+        return found
     names = features.split(",")
     if not all(name.strip().isdecimal() and int(name) <= count for name in names):
         raise ForerunError(
-            f"--features {features}: give {', '.join(reading)}, or layers from 0 to {count} "
+            f"--features {features}: give {', '.join(READING)}, or layers from 0 to {count} "
             "with commas in between"
         )
     return tuple(dict.fromkeys(int(name) for name in names))

@@ -217,7 +217,8 @@ def _invented(draw: random.Random) -> Invented:
     extra = draw.sample(ARGUMENTS, draw.choices((0, 1, 2, 4), (6, 2, 2, 1))[0])
     arguments = list(dict.fromkeys(name for name, _, _ in [*chosen, *extra]))
     camel = draw.random() < 0.2
-    functions = [(_name(draw, verb, noun, camel), _spelt(arguments, camel))]
+    right = (_name(draw, verb, noun, camel), _spelt(arguments, camel))
+    functions = [right]
     if draw.random() < ALIKE:
         for _ in range(draw.randint(1, 3)):
             # Half of the others do something else with the same thing.
@@ -225,7 +226,7 @@ def _invented(draw: random.Random) -> Invented:
             names = [name for name, _, _ in draw.sample(ARGUMENTS, draw.randint(1, 4))]
             functions.append((_name(draw, draw.choice(VERBS), other, camel), _spelt(names, camel)))
         draw.shuffle(functions)
-    return Invented(question, tuple(dict(functions).items()))
+    return Invented(question, tuple({**dict(functions), right[0]: right[1]}.items()))
 
 
 def _name(draw: random.Random, verb: str, noun: str, camel: bool) -> str:

@@ -76,6 +76,13 @@ def test_training_goes_on_from_a_drafter(
     )
     assert before.keys() == after.keys()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    configs = [
+        json.loads((tmp_path / name / "config.json").read_text()) | {"training": None}
+        for name in "ab"
+    ]
+    measured = ("accuracy", "train_tokens", "held_out")
+    first, second = ({k: v for k, v in c.items() if k not in measured} for c in configs)
+    assert first == second
 
 
 def test_a_drafter_to_go_on_from_must_fit(checkpoint: Any, data: Path, tmp_path: Path) -> None:
@@ -86,8 +93,27 @@ def test_a_drafter_to_go_on_from_must_fit(checkpoint: Any, data: Path, tmp_path:
     with pytest.raises(
         ForerunError, match=r"4\.0\.linear\.weight is to be .*, and there .* nothing"
     ):
-        options = {**options, "heads": 5}
-        train("medusa", checkpoint, [data], tmp_path / "b", options, lambda line: None)
+        train("medusa", checkpoint, [data], tmp_path / "b", {**options, "heads": 5}, print)
+    with pytest.raises(ForerunError, match=r"it has 3\.0\.linear\.bias, for which"):
+        train("medusa", checkpoint, [data], tmp_path / "b", {**options, "heads": 3}, print)
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "message"),
+    [
+        ("dflash", {"features": (2, 4)}, "its feature_layers is"),
+        ("dflash", {"block": 4}, "its block_size is 8, and 4 is asked for"),
+        ("draft", {"heads": 6}, "its num_heads is 3, and 6 is asked for"),
+    ],
+)
+def test_weights_of_the_same_shapes_that_mean_something_else_are_refused(
+    checkpoint: Any, data: Path, tmp_path: Path, kind: str, other: dict[str, Any], message: str
+) -> None:
+    options = {**OPTIONS, "features": (1, 3) if kind == "dflash" else None, "heads": None}
+    train(kind, checkpoint, [data], tmp_path / "a", options, lambda line: None)
+    options = {**options, "start": str(tmp_path / "a"), **other}
+    with pytest.raises(ForerunError, match=message):
+        train(kind, checkpoint, [data], tmp_path / "b", options, lambda line: None)
 
 
 def test_a_drafter_is_played_by_its_name(checkpoint: Any, data: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 from forerun.errors import MissingDependencyError
 from forerun.runtime.prompts import read_prompts
 from forerun.training import chat_prompts, tool_prompts
-from forerun.training.tool_invented import invent
+from forerun.training.tool_invented import NOUNS, VERBS, invent
 from forerun.training.tool_prompts import (
     Call,
     Split,
@@ -172,3 +173,18 @@ def test_no_invented_function_is_a_held_out_one() -> None:
     prompts = [*tool_prompts.train_prompts(Split((held_out,), (), {}), 1, 0, invented=200)]
     assert 0 < len(prompts) < 200
     assert not [prompt for prompt in prompts if f" {name}(" in prompt["messages"][-1]["content"]]
+
+
+def test_an_invented_question_offers_the_function_that_it_asks_for() -> None:
+    """Whatever its spelling, and once."""
+    for call in invent(2000, 0):
+        asked = call.question.lower()
+        letters = [re.sub("[^a-z]", "", name.lower()) for name, _ in call.functions]
+        assert any(
+            verb in name and noun in name
+            for name in letters
+            for verb in VERBS
+            if f"{verb} " in asked
+            for noun in (noun.replace(" ", "") for noun in NOUNS if noun in asked)
+        )
+        assert len({name for name, _ in call.functions}) == len(call.functions)

@@ -56,7 +56,8 @@ def test_prompts_become_a_measured_bundle(
     before = made.stat().st_mtime_ns
     result = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert result["identical"] == result["prompts"] == 5
-    assert "there already" in cook(name, deep_chat_folder, tmp_path)
+    again = cook(name, deep_chat_folder, tmp_path)
+    assert "there already" in again and "epoch 1" not in again
     assert made.stat().st_mtime_ns == before
 
 

@@ -19,6 +19,11 @@ from forerun.cli import main
 
 torch = pytest.importorskip("torch")
 
+from forerun.errors import ForerunError  # noqa: E402
+from forerun.models.drafter import NORMED  # noqa: E402
+from forerun.training.kinds import KINDS, features_of_kind  # noqa: E402
+from forerun.training.synthesize_cli import READING, _layers  # noqa: E402
+
 KILLS = 10
 
 
@@ -193,3 +198,14 @@ def test_excluded_prompts_are_printed_and_counted(chat_folder: Path, tmp_path: P
     manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
     assert manifest["dropped"] == {"duplicate": 1, "same_question": 1, "same_function": 1}
     assert manifest["prompts"] == 2
+
+
+def test_a_kind_that_needs_more_layers_spoils_no_other_features() -> None:
+    """Named layers, and kinds that read one, on targets too shallow for EAGLE-3."""
+    assert _layers("1,2", 2) == (1, 2)
+    assert _layers("eagle", 2) == _layers("mtp", 4) == (NORMED,)
+    with pytest.raises(ForerunError, match="the target has 2 in all"):
+        _layers("eagle3", 2)
+    assert tuple(kind for kind in KINDS if kind in READING) == READING
+    assert all(features_of_kind(kind, 30) for kind in READING)
+    assert not any(features_of_kind(kind, 30) for kind in KINDS if kind not in READING)
