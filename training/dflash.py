@@ -100,9 +100,9 @@ def train_dflash(
         assert isinstance(begun, DFlash)
         mask = begun.config.mask_token_id
         drafter.config = replace(drafter.config, mask_token_id=mask)
-        kinds = ("sliding_layers", "causal_layers")
-        plain = {name: () for name in kinds if not any(getattr(begun.config, name))}
-        theirs = replace(begun.config, **plain)
+        theirs = begun.config
+        if not any(theirs.sliding_layers + theirs.causal_layers):  # none, said layer by layer
+            theirs = replace(theirs, sliding_layers=(), causal_layers=())
         check_alike(theirs, drafter.config, str(settings.start), ("budget",))
         take_over(drafter, dict(begun.named_parameters()), str(settings.start))
     reach = training.reach or default_reach(training.block)

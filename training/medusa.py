@@ -118,7 +118,7 @@ def apart(medusa: Medusa) -> dict[str, Tensor]:
     size, found = medusa.config.hidden_size, {}
     for layer, block in enumerate(medusa.blocks):
         assert isinstance(block, Linear) and block.bias is not None
-        parts = zip(block.weight.split(size, 1), block.bias.split(size), strict=True)
+        parts = zip(torch.split(block.weight, size, 1), torch.split(block.bias, size), strict=True)
         for head, (weight, bias) in enumerate(parts):
             found[f"{head}.{layer}.linear.weight"] = weight.T
             found[f"{head}.{layer}.linear.bias"] = bias
