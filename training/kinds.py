@@ -84,6 +84,10 @@ KINDS: dict[str, Kind] = {
 }
 
 
+READING = tuple(kind for kind, entry in KINDS.items() if entry.layers is not _no_features)
+"""The kinds of drafters that read features."""
+
+
 def features_of_kind(kind: str, layers: int, options: Options | None = None) -> tuple[int, ...]:
     """The feature layers, of a target of so many `layers`, that training `kind` reads."""
     return KINDS[kind].layers(_training(kind, options or {}), layers)

@@ -162,16 +162,12 @@ def _everywhere(target: str) -> str:
     return str(path.absolute()) if path.exists() else target
 
 
-READING = ("eagle", "eagle3", "mtp", "dflash")
-"""The kinds of drafters that read features."""
-
-
 def _layers(features: str, count: int) -> tuple[int, ...]:
     """The layers that `--features` asks for, of a target of `count` layers."""
-    from forerun.training.kinds import KINDS, features_of_kind
+    from forerun.training.kinds import READING, features_of_kind
 
-    if features in KINDS and (found := features_of_kind(features, count)):
-        return found
+    if features in READING:
+        return features_of_kind(features, count)
     names = features.split(",")
     if not all(name.strip().isdecimal() and int(name) <= count for name in names):
         raise ForerunError(

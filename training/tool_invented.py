@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+
+from forerun.training.calls import Call
 
 VERBS = (
     "get", "find", "list", "search", "create", "update", "delete", "cancel", "book", "send",
@@ -186,16 +187,9 @@ ARGUMENTS: tuple[tuple[str, str, Callable[[random.Random], str]], ...] = (
 """(name, what a question says of it, its values)."""
 
 
-@dataclass(frozen=True)
-class Invented:
-    """A question and its functions, (name, arguments) each, the right one among them."""
-
-    question: str
-    functions: tuple[tuple[str, tuple[str, ...]], ...]
-
-
-def invent(count: int, seed: int) -> Iterator[Invented]:
-    """`count` of them, no question twice; the same ones for the same seed."""
+def invent(count: int, seed: int) -> Iterator[Call]:
+    """`count` calls, the right function of each among those it offers, no question twice; the same
+    ones for the same seed."""
     draw = random.Random(seed)
     seen: set[str] = set()
     while len(seen) < count:
@@ -205,7 +199,7 @@ def invent(count: int, seed: int) -> Iterator[Invented]:
             yield made
 
 
-def _invented(draw: random.Random) -> Invented:
+def _invented(draw: random.Random) -> Call:
     verb, noun = draw.choice(VERBS), draw.choice(NOUNS)
     chosen = draw.sample(ARGUMENTS, draw.choices((1, 2, 3, 4, 5), (2, 4, 4, 2, 1))[0])
     said = [phrase.format(value(draw)) for _, phrase, value in chosen]
@@ -226,7 +220,7 @@ def _invented(draw: random.Random) -> Invented:
             names = [name for name, _, _ in draw.sample(ARGUMENTS, draw.randint(1, 4))]
             functions.append((_name(draw, draw.choice(VERBS), other, camel), _spelt(names, camel)))
         draw.shuffle(functions)
-    return Invented(question, tuple({**dict(functions), right[0]: right[1]}.items()))
+    return Call("invented", question, tuple({**dict(functions), right[0]: right[1]}.items()))
 
 
 def _name(draw: random.Random, verb: str, noun: str, camel: bool) -> str:

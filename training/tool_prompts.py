@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from forerun.errors import MissingDependencyError
+from forerun.training.calls import Call
 from forerun.training.chat_prompts import WORDS
 from forerun.training.filters import Excluded, normalised
 from forerun.training.tool_invented import invent
@@ -42,19 +43,6 @@ MAX_QUESTION = 700
 SHOTS = 3
 SETS = 8
 """Different choices of solved examples: few, so that prompts share their beginning."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A question and the functions that may answer it: (name, arguments) each."""
-
-    category: str
-    question: str
-    functions: tuple[tuple[str, tuple[str, ...]], ...]
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(name for name, _ in self.functions)
 
 
 @dataclass(frozen=True)
@@ -181,13 +169,10 @@ def train_prompts(
             for number, call in enumerate(calls):
                 if (number + turn) % SETS == shots:
                     yield {"messages": messages(call, shots), "category": f"tool/{call.category}"}
-    others = [
-        call for call in invent(invented, seed) if not forbidden & {n for n, _ in call.functions}
-    ]
+    others = [call for call in invent(invented, seed) if not forbidden & call.names]
     for shots in range(SETS):
-        for made in others[shots::SETS]:
-            call = Call("invented", made.question, made.functions)
-            yield {"messages": messages(call, shots), "category": "tool/invented"}
+        for call in others[shots::SETS]:
+            yield {"messages": messages(call, shots), "category": f"tool/{call.category}"}
 
 
 def held_out_prompts(split: Split) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,19 @@ def tiny_checkpoint(tiny_target: tuple[Any, dict[str, Any]]) -> Any:
 @pytest.fixture(scope="session")
 def deep_checkpoint(tiny_checkpoint: Any) -> Any:
     """The tiny target with six layers, so that EAGLE-3 finds three to read."""
-    config, weights = tiny_checkpoint.config, dict(tiny_checkpoint.weights)
-    for name, weight in tiny_checkpoint.weights.items():
+    config, weights = tiny_checkpoint.config, six_layers(tiny_checkpoint.weights, 0.5)
+    return replace(tiny_checkpoint, config=replace(config, num_layers=6), weights=weights)
+
+
+def six_layers(weights: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """A target's two layers over and over, those added scaled."""
+    deep = dict(weights)
+    for name, weight in weights.items():
         for layer in range(2, 6):
             if name.startswith(f"model.layers.{layer % 2}."):
                 rest = name.split(".", 3)[3]
-                weights[f"model.layers.{layer}.{rest}"] = weight * 0.5
-    return replace(tiny_checkpoint, config=replace(config, num_layers=6), weights=weights)
+                deep[f"model.layers.{layer}.{rest}"] = weight * scale
+    return deep
 
 
 CHAT = (
@@ -70,13 +76,7 @@ def deep_chat_folder(tmp_path_factory: pytest.TempPathFactory, chat_folder: Path
     folder = tmp_path_factory.mktemp("deep") / "tiny"
     shutil.copytree(chat_folder, folder)
     (path,) = folder.glob("*.safetensors")
-    weights = load_file(path)
-    for name, weight in [*weights.items()]:
-        for layer in range(2, 6):
-            if name.startswith(f"model.layers.{layer % 2}."):
-                rest = name.split(".", 3)[3]
-                weights[f"model.layers.{layer}.{rest}"] = weight.clone()
-    save_file(weights, path, metadata={"format": "pt"})
+    save_file(six_layers(load_file(path), 1.0), path, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     kinds = {"layer_types": config["layer_types"] * 3} if "layer_types" in config else {}
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 6, **kinds}))

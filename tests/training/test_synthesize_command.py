@@ -21,8 +21,8 @@ torch = pytest.importorskip("torch")
 
 from forerun.errors import ForerunError  # noqa: E402
 from forerun.models.drafter import NORMED  # noqa: E402
-from forerun.training.kinds import KINDS, features_of_kind  # noqa: E402
-from forerun.training.synthesize_cli import READING, _layers  # noqa: E402
+from forerun.training.kinds import KINDS, READING, features_of_kind  # noqa: E402
+from forerun.training.synthesize_cli import _layers  # noqa: E402
 
 KILLS = 10
 
