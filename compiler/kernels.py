@@ -1,0 +1,110 @@
+"""Triton kernels -> PTX and machine code for a named GPU, on a machine that needs none.
+
+A kernel's module holds the Triton function, its launcher on torch tensors (a GPU's, or any where
+Triton interprets: TRITON_INTERPRET=1), and its `KernelForm`s. What it must compute stands in
+`forerun.models`, in torch, and is what the tests compare it with.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import ForerunError, MissingDependencyError
+
+CAPABILITIES = (80, 86, 89, 90, 100, 120)
+"""Compute capabilities that every kernel is compiled for in the tests."""
+WARP = 32
+
+
+@dataclass(frozen=True)
+class KernelForm:
+    """A kernel at fixed types and sizes."""
+
+    function: Any
+    """What `triton.jit` made."""
+    types: Mapping[str, str]
+    """Each argument that is passed, in order: `*fp16`, `*i64`, `i32`, `fp32`, ..."""
+    constants: Mapping[str, Any]
+    """Those that are compiled in."""
+    warps: int = 4
+    stages: int = 2
+    """Of the pipeline that loads ahead."""
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A kernel as a GPU takes it. Launched with `warps * 32` threads a block."""
+
+    name: str
+    ptx: str
+    cubin: bytes
+    warps: int
+    shared: int
+    """Bytes of shared memory a block."""
+    registers: int
+    """Each thread's."""
+    spilled: int
+    """Bytes that a thread stores to memory for want of registers."""
+
+
+def build_kernel(form: KernelForm, capability: int) -> Binary:
+    """Compile for the compute capability `capability` (89 is sm_89).
+
+    Raises ForerunError where Triton refuses, MissingDependencyError where it is absent.
+    """
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+    except ImportError:
+        raise MissingDependencyError("triton", "kernels", "Compiling a kernel") from None
+    names = form.function.arg_names
+    signature = {name: form.types.get(name, "constexpr") for name in names}
+    source = ASTSource(form.function, signature, dict(form.constants))
+    target = GPUTarget("cuda", capability, WARP)
+    options = {"num_warps": form.warps, "num_stages": form.stages}
+    try:
+        compiled = triton.compile(source, target=target, options=options)
+    except triton.TritonError as error:
+        title = form.function.__name__
+        raise ForerunError(f"kernel {title} for sm_{capability}: {_line(error)}") from None
+    registers, spilled = _resources(compiled.asm["ptx"], capability)
+    return Binary(
+        compiled.metadata.name,
+        compiled.asm["ptx"],
+        compiled.asm["cubin"],
+        compiled.metadata.num_warps,
+        compiled.metadata.shared,
+        registers,
+        spilled,
+    )
+
+
+def _resources(ptx: str, capability: int) -> tuple[int, int]:
+    """(registers a thread, bytes spilled) as the assembler that comes with Triton reports them."""
+    from triton import knobs
+
+    tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas
+    found = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
+    architecture = found.group(1) if found else f"sm_{capability}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx)
+        command = [tool.path, "-v", f"-arch={architecture}", str(path), "-o", f"{path}.cubin"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    spilled = re.search(r"(\d+) bytes spill stores", report)
+    return (
+        int(registers.group(1)) if registers else 0,
+        int(spilled.group(1)) if spilled else 0,
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
