@@ -20,6 +20,8 @@ from forerun.errors import ForerunError, MissingDependencyError
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 """Compute capabilities that every kernel is compiled for in the tests."""
 WARP = 32
+PTX_VERSION = 87
+"""Of the PTX: the oldest that knows all of them, so that drivers from CUDA 12.8 on load it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,12 @@ def build_kernel(form: KernelForm, capability: int) -> Binary:
     signature = {name: form.types.get(name, "constexpr") for name in names}
     source = ASTSource(form.function, signature, dict(form.constants))
     target = GPUTarget("cuda", capability, WARP)
-    options = {"num_warps": form.warps, "num_stages": form.stages}
+    options = {
+        "num_warps": form.warps,
+        "num_stages": form.stages,
+        "ptx_version": PTX_VERSION,
+        "enable_fp_fusion": True,
+    }
     try:
         compiled = triton.compile(source, target=target, options=options)
     except triton.TritonError as error:
@@ -90,7 +97,7 @@ def _resources(ptx: str, capability: int) -> tuple[int, int]:
     """(registers a thread, bytes spilled) as the assembler that comes with Triton reports them."""
     from triton import knobs
 
-    tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas
+    tool = knobs.nvidia.ptxas if capability < 90 else knobs.nvidia.ptxas_blackwell
     found = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
     architecture = found.group(1) if found else f"sm_{capability}"
     with tempfile.TemporaryDirectory() as folder:
