@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from onnxscript.values import Opset
 from torch import Tensor, nn
 from torch.export import Dim
 
+from forerun.compiler.functions import LocalFunction, Recorder, Use, define
 from forerun.compiler.initializers import drafter_weights, save_graph, unknown
 from forerun.models.drafter import GrowingDrafter
 from forerun.models.ops import ACTIVATION_ZERO, HALVINGS, SPAN
@@ -309,6 +311,46 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
+def translations(loops: bool) -> dict[Any, Any]:
+    """What the exporter puts in place of our operations; without `loops` no `Loop`."""
+    if loops:
+        return dict(TRANSLATIONS)
+    return {**TRANSLATIONS, torch.ops.forerun.threshold.default: _threshold_without_loop}
+
+
+def export_functions(model: ir.Model, uses: Mapping[LocalFunction, Use], loops: bool) -> None:
+    """Add the functions that the graph of `model` calls."""
+    define(model, uses, partial(_to_onnx, translations=translations(loops)))
+
+
+def _to_onnx(
+    module: nn.Module,
+    examples: tuple[Tensor, ...],
+    shapes: tuple[dict[int, Any], ...],
+    translations: Mapping[Any, Any],
+    inputs: list[str] | None = None,
+    outputs: list[str] | None = None,
+) -> ir.Model:
+    """What `module` does to tensors like `examples`; `shapes` are their symbolic axes."""
+    with _quiet():
+        program = torch.export.export(module, examples, dynamic_shapes=(shapes,), strict=False)
+        onnx_program = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=inputs,
+            output_names=outputs,
+            custom_translation_table=dict(translations),
+            verbose=False,
+            optimize=False,
+        )
+        assert onnx_program is not None
+        model = onnx_program.model
+        with unknown(list(drafter_weights(model).values())):
+            onnx_program.optimize()
+    return model
+
+
 def export_step(
     step: Step, path: Path, fixed: Mapping[str, int] | None = None, loops: bool = True
 ) -> Signature:
@@ -317,33 +359,22 @@ def export_step(
     `fixed` gives sizes to symbols that an engine can't leave open; without `loops` the graph holds
     no `Loop`.
     """
-    translations = dict(TRANSLATIONS)
-    if not loops:
-        translations[torch.ops.forerun.threshold.default] = _threshold_without_loop
+    recorder = Recorder()
     facts = signature(step, fixed)
     dims = {name: Dim(name, min=2, max=1 << 20) for name in TRACE_SIZES}
     shapes = tuple(
         {place: dims[axis] for place, axis in enumerate(axes) if isinstance(axis, str)}
         for axes, _ in facts.inputs.values()
     )
-    with _quiet():
-        program = torch.export.export(
-            FlatStep(step).eval(), trace_inputs(facts), dynamic_shapes=(shapes,), strict=False
-        )
-        onnx_program = torch.onnx.export(
-            program,
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=list(facts.inputs),
-            output_names=list(facts.outputs),
-            custom_translation_table=translations,
-            verbose=False,
-            optimize=False,
-        )
-        assert onnx_program is not None
-        model = onnx_program.model
-        with unknown(list(drafter_weights(model).values())):
-            onnx_program.optimize()
+    model = _to_onnx(
+        FlatStep(step).eval(),
+        trace_inputs(facts),
+        shapes,
+        {**translations(loops), **recorder.translations()},
+        list(facts.inputs),
+        list(facts.outputs),
+    )
+    export_functions(model, recorder.uses, loops)
     branches_as_loops(model.graph)
     share_zero_points(model.graph)
     name_axes(model.graph, facts)

@@ -51,3 +51,55 @@ def accept(
     count = depth.gather(1, best[:, None])[:, 0] + 1
     count = torch.minimum(count, allowed.clamp(min=0))
     return Accepted(count, emitted, path)
+
+
+def accept_places(
+    tokens: Tensor,
+    chosen: Tensor,
+    depth: Tensor,
+    ancestors: Tensor,
+    parents: Tensor,
+    allowed: Tensor,
+    pending: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`accept` as a kernel has it: count `[B]`, emitted `[B, P]`, the path as places `[B, P]`.
+
+    `depth` `[B, R]` and `ancestors` `[B, R, R]` are the verified nodes' own. A place counts among
+    the verified nodes; -1 where no node is accepted at that depth.
+    """
+    rows = torch.arange(tokens.shape[1], device=tokens.device)
+    tree = TreeRows(depth, ancestors, rows, parents)
+    accepted = accept(tokens, chosen, tree, pending, allowed)
+    place = (accepted.path.to(torch.int64) * (rows + 1)).sum(-1) - 1
+    return accepted.count, accepted.emitted, place
+
+
+accept_path = torch.library.custom_op("forerun::accept_path", accept_places, mutates_args=())
+"""`accept_places` as one operation."""
+
+
+@accept_path.register_fake
+def _(
+    tokens: Tensor,
+    chosen: Tensor,
+    depth: Tensor,
+    ancestors: Tensor,
+    parents: Tensor,
+    allowed: Tensor,
+    pending: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch = tokens.shape[0]
+    path = tokens.new_empty(batch, pending)
+    return tokens.new_empty(batch), path, torch.empty_like(path)
+
+
+def accept_fused(
+    tokens: Tensor, chosen: Tensor, tree: TreeRows, pending: int, allowed: Tensor
+) -> Accepted:
+    """`accept` by that operation, for engines that may have a kernel for it."""
+    depth = tree.depth[:, tree.verify]
+    ancestors = tree.ancestors[:, tree.verify][:, :, tree.verify]
+    found = accept_path(tokens, chosen, depth, ancestors, tree.parents, allowed, pending)
+    count, emitted, place = found
+    rows = torch.arange(tokens.shape[1], device=tokens.device)
+    return Accepted(count, emitted, place[:, :, None] == rows)

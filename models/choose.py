@@ -29,14 +29,31 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor, branching: bool 
     """Arg-max at temperature 0, else inverse-CDF sampling; uniforms are `[B, R]`.
 
     `[B, R, V]` -> `[B, R]`. A greedy call doesn't pay for sampling, which is a branch not
-    taken, where the engine is `branching`.
+    taken, where the engine is `branching`; elsewhere it is one operation that may be a kernel.
     """
-    logits = logits.to(torch.float32)
-    greedy = argmax(logits)
-    tensors = (greedy, logits, sampling.temperature, sampling.top_k, sampling.top_p, uniform)
+    params = (sampling.temperature, sampling.top_k, sampling.top_p)
     if not branching:
-        return _mixed(*tensors)
+        return choose_tokens(logits, *params, uniform)
+    logits = logits.to(torch.float32)
+    tensors = (argmax(logits), logits, *params, uniform)
     return branch(sampling.temperature.amax(0) > 0, _mixed, _greedy, tensors)
+
+
+def choice(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
+) -> Tensor:
+    """`choose` without a branch."""
+    logits = logits.to(torch.float32)
+    return _mixed(argmax(logits), logits, temperature, top_k, top_p, uniform)
+
+
+choose_tokens = torch.library.custom_op("forerun::choose_tokens", choice, mutates_args=())
+"""`choice` as one operation."""
+
+
+@choose_tokens.register_fake
+def _(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[:2], dtype=torch.int64)
 
 
 BLOCK = 128

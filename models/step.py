@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from forerun.models.accept import Accepted, TreeRows, accept
+from forerun.models.accept import Accepted, TreeRows, accept, accept_fused
 from forerun.models.choose import Sampling
 from forerun.models.drafter import NO_TOKEN, NORMED, Committed, Drafter
 from forerun.models.drafting import Drafting
@@ -103,7 +103,10 @@ class Step(nn.Module):
         chosen = self._choose(inputs, logits, positions, states)
         first = positions[:, inputs.verify[0]] + 1  # [B] the position after the first verified node
         tokens = inputs.tokens[:, inputs.verify]
-        accepted = accept(tokens, chosen, tree, self.pending, inputs.limit - first)
+        matching, commit = (
+            (accept, select_rows) if self.branching else (accept_fused, select_rows_fused)
+        )
+        accepted = matching(tokens, chosen, tree, self.pending, inputs.limit - first)
         drafting = Drafting(self.target, self.drafter, self._committed(inputs, forward, accepted))
         states = drafting.remember(inputs.remembering, states, update)
         tree_outputs, states = drafting.next_tree(inputs.drafting, inputs.slots, states)
@@ -111,7 +114,7 @@ class Step(nn.Module):
             emitted=accepted.emitted,
             count=accepted.count,
             next_length=first - 1,
-            next_pending=select_rows(accepted.path, inputs.verify, forward.written),
+            next_pending=commit(accepted.path, inputs.verify, forward.written),
             logits=logits,
             **tree_outputs,
         )
@@ -215,3 +218,25 @@ def select_rows(path: Tensor, verify: Tensor, written: Tensor) -> Tensor:
     one_hot = (verify[:, None] == nodes[None]).to(written.dtype)  # [R, T]
     selection = path.to(written.dtype) @ one_hot  # [B, P, T]
     return selection[:, None] @ written
+
+
+def rows_at(node: Tensor, written: Tensor) -> Tensor:
+    """The rows of `written` `[B, C, T, D]` at `node` `[B, P]`, zeros where that is -1 ->
+    `[B, C, P, D]`."""
+    nodes = torch.arange(written.shape[2], device=node.device)
+    return (node[:, :, None] == nodes).to(written.dtype)[:, None] @ written
+
+
+commit_rows = torch.library.custom_op("forerun::commit_rows", rows_at, mutates_args=())
+"""`rows_at` as one operation."""
+
+
+@commit_rows.register_fake
+def _(node: Tensor, written: Tensor) -> Tensor:
+    batch, heads, _, dim = written.shape
+    return written.new_empty(batch, heads, node.shape[1], dim)
+
+
+def select_rows_fused(path: Tensor, verify: Tensor, written: Tensor) -> Tensor:
+    """`select_rows` by that operation, for engines that may have a kernel for it."""
+    return commit_rows(torch.where(path, verify, -1).amax(-1), written)

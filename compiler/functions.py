@@ -1,0 +1,170 @@
+"""Operations of domain `forerun`: each a model-local function of standard operators.
+
+An engine that has a kernel for one runs that; every other one, ONNX Runtime and TensorRT-RTX among
+them, runs the function's body, which is the exported torch meaning of the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnx.defs import OpSchema
+from onnx_ir.tensor_adapters import to_torch_dtype
+from onnxscript.values import Op, Opset
+from torch import Tensor, nn
+from torch.export import Dim
+
+from forerun.models.accept import accept_places
+from forerun.models.choose import choice
+from forerun.models.step import rows_at
+
+DOMAIN, VERSION = "forerun", 1
+SYMBOLS = {"B": 2, "R": 3, "T": 5, "P": 4}
+"""Axes that a function leaves open, and their sizes while its body is traced."""
+ANY = ("float", "float16", "bfloat16", "int64", "int32", "bool")
+
+BodyExport = Callable[[nn.Module, tuple[Tensor, ...], tuple[dict[int, Any], ...]], ir.Model]
+"""(module, example inputs, their symbolic axes) -> its graph."""
+
+
+@dataclass(frozen=True)
+class LocalFunction:
+    """A torch operation that becomes a node of domain `forerun`."""
+
+    name: str
+    operation: Any
+    """The torch operation, as the exporter meets it."""
+    meaning: Callable[..., Any]
+    """What it computes; what it takes besides tensors is fixed in a graph."""
+    inputs: tuple[tuple[str, ...], ...]
+    """Each tensor's axes; those of `SYMBOLS` stay open, others are fixed in a graph."""
+    outputs: int
+
+    @property
+    def schema(self) -> OpSchema:
+        """What ONNX has to know of the node."""
+        allowed = [f"tensor({name})" for name in ANY]
+        names = [f"in{place}" for place in range(len(self.inputs))]
+        results = [f"out{place}" for place in range(self.outputs)]
+        return OpSchema(
+            self.name,
+            DOMAIN,
+            VERSION,
+            inputs=[OpSchema.FormalParameter(name, f"T_{name}") for name in names],
+            outputs=[OpSchema.FormalParameter(name, f"T_{name}") for name in results],
+            type_constraints=[(f"T_{name}", allowed, "") for name in (*names, *results)],
+        )
+
+
+FUNCTIONS = (
+    LocalFunction(
+        "ChooseTokens",
+        torch.ops.forerun.choose_tokens.default,
+        choice,
+        (("B", "R", "V"), ("B",), ("B",), ("B",), ("B", "R")),
+        outputs=1,
+    ),
+    LocalFunction(
+        "AcceptPath",
+        torch.ops.forerun.accept_path.default,
+        accept_places,
+        (("B", "R"), ("B", "R"), ("B", "R"), ("B", "R", "R"), ("B", "R"), ("B",)),
+        outputs=3,
+    ),
+    LocalFunction(
+        "CommitRows",
+        torch.ops.forerun.commit_rows.default,
+        rows_at,
+        (("B", "P"), ("B", "C", "T", "D")),
+        outputs=1,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a graph calls a function: equal in all of its calls."""
+
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[str | int, ...], ...]
+    constants: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, function: LocalFunction, tensors: Sequence[Any], constants: Sequence[Any]) -> Use:
+        """What the tensors, torch's or the exporter's, fix."""
+        shapes = tuple(
+            tuple(a if a in SYMBOLS else int(n) for a, n in zip(axes, tensor.shape, strict=True))
+            for axes, tensor in zip(function.inputs, tensors, strict=True)
+        )
+        dtypes = (t.dtype for t in tensors)
+        known = (d if isinstance(d, torch.dtype) else to_torch_dtype(d) for d in dtypes)
+        return cls(tuple(known), shapes, tuple(constants))
+
+
+class Recorder:
+    """Makes the nodes of one graph, and then the functions that they call."""
+
+    def __init__(self) -> None:
+        self.uses: dict[LocalFunction, Use] = {}
+
+    def translations(self) -> Mapping[Any, Any]:
+        """For the exporter: operation -> what puts the node in its place."""
+        return {function.operation: self._translation(function) for function in FUNCTIONS}
+
+    def _translation(self, function: LocalFunction) -> Callable[..., Any]:
+        node = Op(Opset(DOMAIN, VERSION), function.name, function.schema)
+
+        def translate(*arguments: Any) -> Any:
+            count = len(function.inputs)
+            tensors, constants = arguments[:count], arguments[count:]
+            use = Use.of(function, tensors, constants)
+            if self.uses.setdefault(function, use) != use:
+                raise ValueError(f"{function.name}: called with {use} and {self.uses[function]}")
+            return node(*tensors)
+
+        return translate
+
+
+def define(model: ir.Model, uses: Mapping[LocalFunction, Use], export: BodyExport) -> None:
+    """Add the functions that the graph of `model` calls."""
+    for function, use in uses.items():
+        body = _body(function, use, export)
+        model.functions[body.identifier()] = body
+        model.graph.opset_imports[DOMAIN] = VERSION
+
+
+class _Module(nn.Module):
+    """An operation's eager meaning, which the exporter can look into."""
+
+    def __init__(self, function: LocalFunction, constants: Sequence[Any]) -> None:
+        super().__init__()
+        self.meaning, self.constants = function.meaning, constants
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.meaning(*tensors, *self.constants)
+
+
+def _body(function: LocalFunction, use: Use, export: BodyExport) -> ir.Function:
+    dims = {name: Dim(name, min=2, max=1 << 20) for name in SYMBOLS}
+    examples = tuple(
+        torch.zeros(
+            [SYMBOLS[a] if isinstance(a, str) else a for a in shape],
+            dtype=dtype,
+        )
+        for shape, dtype in zip(use.shapes, use.dtypes, strict=True)
+    )
+    axes = tuple(
+        {place: dims[axis] for place, axis in enumerate(shape) if isinstance(axis, str)}
+        for shape in use.shapes
+    )
+    graph = export(_Module(function, use.constants).eval(), examples, axes).graph
+    for value in list(graph.initializers.values()):  # a function has none
+        constant = ir.node("Constant", [], {"value": value.const_value})
+        graph.insert_before(graph[0], constant)
+        value.replace_all_uses_with(constant.outputs[0])
+    graph.initializers.clear()
+    return ir.Function(DOMAIN, function.name, graph=graph, attributes=[])
