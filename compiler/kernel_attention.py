@@ -63,9 +63,12 @@ def tree_attention_kernel(
     held = inside[:, None] & (depth < D)[None, :]
     q = tl.load(query + rows[:, None] * D + depth[None, :], mask=held, other=0.0)
     words = 2 * tl.cdiv(T, 64)
-    own = bits + (row * T + at % T) * words
+    own = (at % T) * words  # offsets within a tile take 32 bits, and half the registers
+    bits += row * T * words
+    keys += pair * S * D
+    values += pair * S * D
     slot = tl.arange(0, BLOCK)
-    cache = pair * S * D + slot[:, None] * D + depth[None, :]  # [BLOCK, DEPTH]
+    tile = slot[:, None] * D + depth[None, :]
     whole = (depth < D)[None, :]
 
     peak = tl.full((ROWS,), NONE, tl.float32)
@@ -73,8 +76,8 @@ def tree_attention_kernel(
     mixed = tl.zeros((ROWS, DEPTH), tl.float32)
     plain = tl.minimum(seen, stop) // BLOCK * BLOCK  # blocks below hold nothing but committed slots
     for base in range(start, plain, BLOCK):
-        k = tl.load(keys + cache + base * D, mask=whole, other=0.0)
-        v = tl.load(values + cache + base * D, mask=whole, other=0.0)
+        k = tl.load(keys + base * D + tile, mask=whole, other=0.0)
+        v = tl.load(values + base * D + tile, mask=whole, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         peak, total, mixed = _absorb(scores, v.to(q.dtype), peak, total, mixed, EXPONENT)
     for base in range(tl.maximum(start, plain), stop, BLOCK):
@@ -82,10 +85,10 @@ def tree_attention_kernel(
         below = base + slot < seen
         ours = (node >= 0) & (base + slot < end)
         used = (below | ours)[:, None] & whole  # what was never written may be NaN
-        k = tl.load(keys + cache + base * D, mask=used, other=0.0)
-        v = tl.load(values + cache + base * D, mask=used, other=0.0)
+        k = tl.load(keys + base * D + tile, mask=used, other=0.0)
+        v = tl.load(values + base * D + tile, mask=used, other=0.0)
         word = tl.load(
-            own[:, None] + (node >> 5)[None, :], mask=inside[:, None] & ours[None, :], other=0
+            bits + (own[:, None] + (node >> 5)[None, :]), mask=inside[:, None] & ours[None, :], other=0
         )
         kin = ((word >> (node & 31)[None, :]) & 1) != 0
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")

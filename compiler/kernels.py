@@ -20,8 +20,6 @@ from forerun.errors import ForerunError, MissingDependencyError
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 """Compute capabilities that every kernel is compiled for in the tests."""
 WARP = 32
-ALIGNMENT = 16
-"""Bytes that every tensor's address is a multiple of."""
 PTX_VERSION = 87
 """Of the PTX: the oldest that knows all of them, so that drivers from CUDA 12.8 on load it."""
 
@@ -33,10 +31,7 @@ class KernelForm:
     function: Any
     """What `triton.jit` made."""
     types: Mapping[str, str]
-    """Each argument that is passed, in order: `*fp16`, `*i64`, `i32`, `fp32`, ...
-
-    What is pointed to must lie at a multiple of 16 bytes.
-    """
+    """Each argument that is passed, in order: `*fp16`, `*i64`, `i32`, `fp32`, ..."""
     constants: Mapping[str, Any]
     """Those that are compiled in."""
     warps: int = 4
@@ -73,13 +68,7 @@ def build_kernel(form: KernelForm, capability: int) -> Binary:
         raise MissingDependencyError("triton", "kernels", "Compiling a kernel") from None
     names = form.function.arg_names
     signature = {name: form.types.get(name, "constexpr") for name in names}
-    # As launches by torch find out, and engines keep: without it nothing is loaded in one piece.
-    aligned = {
-        (place,): [["tt.divisibility", ALIGNMENT]]
-        for place, name in enumerate(names)
-        if signature[name].startswith("*")
-    }
-    source = ASTSource(form.function, signature, dict(form.constants), aligned)
+    source = ASTSource(form.function, signature, dict(form.constants))
     target = GPUTarget("cuda", capability, WARP)
     options = {
         "num_warps": form.warps,
