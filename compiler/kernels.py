@@ -20,6 +20,8 @@ from forerun.errors import ForerunError, MissingDependencyError
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 """Compute capabilities that every kernel is compiled for in the tests."""
 WARP = 32
+ALIGNMENT = 16
+"""Bytes that every pointer is a multiple of, as engines and torch allocate: loads become vectors."""
 PTX_VERSION = 87
 """Of the PTX: the oldest that knows all of them, so that drivers from CUDA 12.8 on load it."""
 
@@ -68,7 +70,12 @@ def build_kernel(form: KernelForm, capability: int) -> Binary:
         raise MissingDependencyError("triton", "kernels", "Compiling a kernel") from None
     names = form.function.arg_names
     signature = {name: form.types.get(name, "constexpr") for name in names}
-    source = ASTSource(form.function, signature, dict(form.constants))
+    aligned = {
+        (place,): [["tt.divisibility", ALIGNMENT]]
+        for place, name in enumerate(names)
+        if signature[name].startswith("*")
+    }
+    source = ASTSource(form.function, signature, dict(form.constants), aligned)
     target = GPUTarget("cuda", capability, WARP)
     options = {
         "num_warps": form.warps,
