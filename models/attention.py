@@ -1,28 +1,40 @@
-"""Attention of a few query rows over a KV cache, in the two forms that engines like."""
+"""Attention of a few query rows over a KV cache, in the forms that engines like."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from forerun.models.tree_attention import TreeBits, TreeView, pack_ancestors, tree_attention
+
+Sight = Tensor | TreeView
+"""What rows attend to: a mask `[B, T, S]` bool, or a tree over what is committed."""
 
 
 @dataclass(frozen=True)
 class Attention:
     """A form of attention: its mask is made once a step, its product once a layer."""
 
-    prepare: Callable[[Tensor, int, torch.dtype], Tensor]
-    """(mask `[B, T, S]` bool, query heads a group, dtype) -> the mask as `attend` takes it."""
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+    prepare: Callable[[Sight, int, int, torch.dtype], Any]
+    """(what is seen, S, query heads a group, dtype) -> the mask as `attend` takes it."""
+    attend: Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
     """(query `[B, h, T, D]`, keys, values `[B, kv, S, D]`, mask, scale) -> `[B, h, T, D]`."""
     wide_values: bool = False
     """Whether the value cache is float64."""
 
 
-def _grouped_mask(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+def _mask(sight: Sight, slots: int) -> Tensor:
+    """`[B, T, S]` bool, of whatever is given."""
+    return sight.mask(slots) if isinstance(sight, TreeView) else sight
+
+
+def _grouped_mask(sight: Sight, slots: int, group: int, dtype: torch.dtype) -> Tensor:
     """Additive, `[B, 1, group * T, S]`; one row more where a group is a single head."""
+    mask = _mask(sight, slots)
     bias = torch.where(mask, 0.0, float("-inf")).to(dtype)[:, None]  # [B, 1, T, S]
     if group == 1:
         return torch.cat([bias, bias[:, :, :1]], dim=2)
@@ -66,13 +78,30 @@ def _torch(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     )
 
 
-def _bool_mask(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    return mask[:, None]  # [B, 1, T, S]
+def _bool_mask(sight: Sight, slots: int, group: int, dtype: torch.dtype) -> Tensor:
+    return _mask(sight, slots)[:, None]  # [B, 1, T, S]
+
+
+def _tree_bits(sight: Sight, slots: int, group: int, dtype: torch.dtype) -> Tensor | TreeBits:
+    """The tree packed; a mask, which sliding windows need, as `fused` takes it."""
+    if isinstance(sight, TreeView):
+        return TreeBits(sight.committed, sight.first, pack_ancestors(sight.ancestors))
+    return _bool_mask(sight, slots, group, dtype)
+
+
+def _tree(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | TreeBits, scale: float
+) -> Tensor:
+    """Our own kernel where the engine has it, which reads no further than a row's end."""
+    if isinstance(mask, TreeBits):
+        return tree_attention(query, keys, values, mask.committed, mask.first, mask.bits, scale)
+    return _fused(query, keys, values, mask, scale)
 
 
 ATTENTIONS: dict[str, Attention] = {
     "grouped": Attention(_grouped_mask, _grouped, wide_values=True),
     "fused": Attention(_bool_mask, _fused),
+    "tree": Attention(_tree_bits, _tree),
     # For eager batches: on a CPU in bfloat16 a seventh faster than the engines' forms.
     "torch": Attention(_bool_mask, _torch),
 }

@@ -22,6 +22,7 @@ from forerun.models.drafter import NO_TOKEN, NORMED, Committed, Drafter
 from forerun.models.drafting import Drafting
 from forerun.models.ops import tensor_scatter
 from forerun.models.target import Caches, CacheUpdate, Forward, Rows, Target
+from forerun.models.tree_attention import TreeView
 
 
 @dataclass(frozen=True)
@@ -138,27 +139,18 @@ class Step(nn.Module):
 
     def _rows(self, inputs: StepInputs, positions: Tensor, slots: int) -> Rows:
         """Which slots each node attends to: what is committed, what is pending, its ancestors."""
-        slot = torch.arange(slots, device=positions.device)[None, None]  # [1, 1, S]
-        length = inputs.length[:, None, None]
-        pending = inputs.pending.shape[2]
-        # [B, 1, S] index of a slot's node in the tree
-        node = (slot - length - pending).expand(positions.shape[0], 1, slots)
-        inside = (node >= 0) & (node < inputs.tokens.shape[1])
-        at = node.clamp(min=0).minimum(torch.tensor(inputs.tokens.shape[1] - 1))
-        kin = inputs.ancestors.gather(2, at.expand(-1, inputs.tokens.shape[1], -1))  # [B, T, S]
-        committed = slot < length + inputs.pending_count[:, None, None]
-        mask = committed | (inside & kin)
+        root, pending = inputs.length + inputs.pending_count, inputs.pending.shape[2]
+        view = TreeView(root, inputs.length + pending, inputs.ancestors)
         window_mask = None
         window = self.target.config.window
         if any(self.target.config.sliding_layers) and window is not None:
-            # [B, 1, S] absolute position held by each slot
-            held = torch.where(inside, positions.gather(1, at[:, 0])[:, None], slot)
-            window_mask = mask & (positions[..., None] - held < window)
+            distance = positions[..., None] - view.held(positions, slots)  # [B, T, S]
+            window_mask = view.mask(slots) & (distance < window)
         return Rows(
             positions.clamp(max=self.target.capacity - 1),
             inputs.length,
             inputs.pending,
-            mask,
+            view,
             window_mask,
         )
 

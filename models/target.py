@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forerun.models.attention import ATTENTIONS, Attention
+from forerun.models.attention import ATTENTIONS, Attention, Sight
 from forerun.models.config import TargetConfig
 from forerun.models.linear import Linear
 from forerun.models.ops import matmul_transposed, tensor_scatter
@@ -32,8 +33,8 @@ class Rows:
     positions: Tensor  # [B, T] int64
     write_index: Tensor  # [B] int64: the cache slot that the first written row takes
     pending: Tensor  # [B, layers * 2 * kv, P, D]: earlier rows written along with these
-    mask: Tensor  # [B, T, S] bool: which slots a row attends to
-    window_mask: Tensor | None = None  # the same for sliding-window layers
+    mask: Sight  # which slots a row attends to
+    window_mask: Tensor | None = None  # [B, T, S] bool: those for sliding-window layers
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class Target(nn.Module):
         """
         embedded = self.embed(tokens.clamp(min=0))
         x = embedded.flatten(0, 1)  # [B * T, H]: linear layers want a matrix
-        rows = self._prepare(rows)
+        rows = self._prepare(rows, caches.keys[0].shape[2])
         pending = torch.split(rows.pending, self.config.num_kv_heads, dim=1)
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -231,12 +232,12 @@ class Target(nn.Module):
         own = stream @ self.stream
         return own * self.gain if normed else own
 
-    def _prepare(self, rows: Rows) -> Rows:
-        """The masks in the form that this attention takes."""
+    def _prepare(self, rows: Rows, slots: int) -> Rows:
+        """The masks over `slots` cache slots in the form that this attention takes."""
 
-        def prepare(mask: Tensor) -> Tensor:
+        def prepare(sight: Sight) -> Any:
             group = self.config.num_heads // self.config.num_kv_heads
-            return self.attention.prepare(mask, group, self.cos.dtype)
+            return self.attention.prepare(sight, slots, group, self.cos.dtype)
 
         window = rows.window_mask
         return replace(
