@@ -18,7 +18,7 @@ from onnxscript.values import Op, Opset
 from torch import Tensor, nn
 from torch.export import Dim
 
-from forerun.models.accept import accept_places
+from forerun.models.accept import accept_nodes
 from forerun.models.choose import choice
 from forerun.models.step import rows_at
 
@@ -71,8 +71,8 @@ FUNCTIONS = (
     LocalFunction(
         "AcceptPath",
         torch.ops.forerun.accept_path.default,
-        accept_places,
-        (("B", "R"), ("B", "R"), ("B", "R"), ("B", "R", "R"), ("B", "R"), ("B",)),
+        accept_nodes,
+        (("B", "R"), ("B", "R"), ("B", "T"), ("B", "T", "T"), ("R",), ("B", "R"), ("B",)),
         outputs=3,
     ),
     LocalFunction(

@@ -53,29 +53,26 @@ def accept(
     return Accepted(count, emitted, path)
 
 
-def accept_places(
+def accept_nodes(
     tokens: Tensor,
     chosen: Tensor,
     depth: Tensor,
     ancestors: Tensor,
+    verify: Tensor,
     parents: Tensor,
     allowed: Tensor,
     pending: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`accept` as a kernel has it: count `[B]`, emitted `[B, P]`, the path as places `[B, P]`.
-
-    `depth` `[B, R]` and `ancestors` `[B, R, R]` are the verified nodes' own. A place counts among
-    the verified nodes; -1 where no node is accepted at that depth.
-    """
-    rows = torch.arange(tokens.shape[1], device=tokens.device)
-    tree = TreeRows(depth, ancestors, rows, parents)
+    """`accept` as a kernel has it: count `[B]`, emitted `[B, P]`, and the tree's node accepted at
+    each depth `[B, P]`, -1 past the path."""
+    tree = TreeRows(depth, ancestors, verify, parents)
     accepted = accept(tokens, chosen, tree, pending, allowed)
-    place = (accepted.path.to(torch.int64) * (rows + 1)).sum(-1) - 1
-    return accepted.count, accepted.emitted, place
+    nodes = (accepted.path.to(torch.int64) * (verify + 1)).sum(-1) - 1
+    return accepted.count, accepted.emitted, nodes
 
 
-accept_path = torch.library.custom_op("forerun::accept_path", accept_places, mutates_args=())
-"""`accept_places` as one operation."""
+accept_path = torch.library.custom_op("forerun::accept_path", accept_nodes, mutates_args=())
+"""`accept_nodes` as one operation."""
 
 
 @accept_path.register_fake
@@ -84,6 +81,7 @@ def _(
     chosen: Tensor,
     depth: Tensor,
     ancestors: Tensor,
+    verify: Tensor,
     parents: Tensor,
     allowed: Tensor,
     pending: int,
@@ -97,9 +95,6 @@ def accept_fused(
     tokens: Tensor, chosen: Tensor, tree: TreeRows, pending: int, allowed: Tensor
 ) -> Accepted:
     """`accept` by that operation, for engines that may have a kernel for it."""
-    depth = tree.depth[:, tree.verify]
-    ancestors = tree.ancestors[:, tree.verify][:, :, tree.verify]
-    found = accept_path(tokens, chosen, depth, ancestors, tree.parents, allowed, pending)
-    count, emitted, place = found
-    rows = torch.arange(tokens.shape[1], device=tokens.device)
-    return Accepted(count, emitted, place[:, :, None] == rows)
+    shape = tree.depth, tree.ancestors, tree.verify, tree.parents
+    count, emitted, nodes = accept_path(tokens, chosen, *shape, allowed, pending)
+    return Accepted(count, emitted, nodes[:, :, None] == tree.verify)

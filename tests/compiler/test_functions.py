@@ -104,8 +104,9 @@ def test_a_token_is_chosen_by_inverse_cdf_or_as_the_largest(dtype: torch.dtype) 
 def test_a_path_is_accepted_as_by_walking_down(nodes: int) -> None:
     pending, draw = 6, RNG(1)
     integers, flags = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, 3, dtype=torch.bool)
-    limits = torch.zeros(2, dtype=torch.int64)
-    run = call("AcceptPath", [integers, integers, integers, flags, integers, limits], pending)
+    one = torch.zeros(3, dtype=torch.int64)
+    examples = [integers, integers, integers, flags, one, integers, one[:2]]
+    run = call("AcceptPath", examples, pending)
     deepest = 0
     for _ in range(40):
         parents = [0] + [int(draw.integers(max(0, i - 3), i)) for i in range(1, nodes)]
@@ -132,6 +133,7 @@ def test_a_path_is_accepted_as_by_walking_down(nodes: int) -> None:
             chosen[None],
             np.array([depth]),
             ancestors[None],
+            np.arange(nodes),
             np.array([parents]),
             np.array([allowed]),
         )
