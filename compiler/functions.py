@@ -21,9 +21,10 @@ from torch.export import Dim
 from forerun.models.accept import accept_nodes
 from forerun.models.choose import choice
 from forerun.models.step import rows_at
+from forerun.models.tree_attention import attend
 
 DOMAIN, VERSION = "forerun", 1
-SYMBOLS = {"B": 2, "R": 3, "T": 5, "P": 4}
+SYMBOLS = {"B": 2, "R": 3, "T": 5, "W": 2}
 """Axes that a function leaves open, and their sizes while its body is traced."""
 ANY = ("float", "float16", "bfloat16", "int64", "int32", "bool")
 
@@ -80,6 +81,20 @@ FUNCTIONS = (
         torch.ops.forerun.commit_rows.default,
         rows_at,
         (("B", "P"), ("B", "C", "T", "D")),
+        outputs=1,
+    ),
+    LocalFunction(
+        "TreeAttention",
+        torch.ops.forerun.tree_attention.default,
+        attend,
+        (
+            ("B", "H", "T", "D"),
+            ("B", "K", "S", "D"),
+            ("B", "K", "S", "D"),
+            ("B",),
+            ("B",),
+            ("B", "T", "W"),
+        ),
         outputs=1,
     ),
 )

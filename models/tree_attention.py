@@ -80,8 +80,7 @@ def unpack_ancestors(bits: Tensor) -> Tensor:
     return found.flatten(2)[..., :nodes]
 
 
-@torch.library.custom_op("forerun::tree_attention", mutates_args=())
-def tree_attention(
+def attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -106,6 +105,10 @@ def tree_attention(
     weights = torch.where(mask, scores.softmax(-1), 0.0)  # [B, kv, group, T, S]
     mixed = weights @ torch.where(used, values.float()[:, :, None], 0.0)
     return mixed.reshape(query.shape).to(query.dtype)
+
+
+tree_attention = torch.library.custom_op("forerun::tree_attention", attend, mutates_args=())
+"""`attend` as one operation."""
 
 
 @tree_attention.register_fake

@@ -146,7 +146,7 @@ def test_a_path_is_accepted_as_by_walking_down(nodes: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_are_committed_by_their_place(dtype: torch.dtype) -> None:
     example = torch.zeros(2, 3, 5, 4, dtype=dtype)
-    run = call("CommitRows", [torch.zeros(2, 4, dtype=torch.int64), example])
+    run = call("CommitRows", [torch.zeros(2, 5, dtype=torch.int64), example])
     kind = np.float16 if dtype == torch.float16 else np.float32
     written = RNG(2).normal(size=(2, 3, 7, 4)).astype(kind)
     node = np.array([[0, 6, 2, -1, -1], [3, -1, -1, -1, -1]])
@@ -155,3 +155,28 @@ def test_rows_are_committed_by_their_place(dtype: torch.dtype) -> None:
         for place, at in enumerate(row):
             expected = np.zeros((3, 4), kind) if at < 0 else written[b, :, at]
             np.testing.assert_array_equal(found[b, :, place], expected)
+
+
+def test_nodes_attend_to_what_is_committed_and_to_their_ancestors() -> None:
+    """A softmax over just those slots, one node and one head after the other, in float64."""
+    heads, kv_heads, slots, dim, nodes = 4, 2, 40, 8, 7
+    query, cache = torch.zeros(2, heads, 3, dim), torch.zeros(2, kv_heads, slots, dim)
+    lengths, bits = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, 1, dtype=torch.int64)
+    run = call("TreeAttention", [query, cache, cache, lengths, lengths, bits], 0.3)
+    draw = RNG(3)
+    query, keys, values = (
+        draw.normal(size=(2, size, n, dim)).astype(np.float32)
+        for size, n in ((heads, nodes), (kv_heads, slots), (kv_heads, slots))
+    )
+    committed, first = np.array([0, 20]), np.array([3, 25])
+    ancestors = np.tril(draw.uniform(size=(2, nodes, nodes)) < 0.5) | np.eye(nodes, dtype=bool)
+    words = (ancestors * (1 << np.arange(nodes))).sum(-1)[:, :, None]
+    (found,) = run(query, keys, values, committed, first, words)
+    for b in range(2):
+        for node in range(nodes):
+            seen = [*range(committed[b]), *(first[b] + np.flatnonzero(ancestors[b, node]))]
+            for head in range(heads):
+                k, v = (cache[b, head // 2, seen].astype(np.float64) for cache in (keys, values))
+                scores = np.exp(k @ query[b, head, node] * 0.3)
+                exact = scores @ v / scores.sum()
+                np.testing.assert_allclose(found[b, head, node], exact, rtol=1e-5, atol=1e-6)

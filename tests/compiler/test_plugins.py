@@ -1,0 +1,180 @@
+"""Everything about a plugin but handing it to TensorRT: nodes, arguments, grids, shapes, PTX."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from forerun.compiler.functions import DOMAIN, FUNCTIONS, Use
+from forerun.compiler.kernels import build_kernel
+from forerun.compiler.launch import Size
+from forerun.compiler.plans import PLANS, run_kernels
+from forerun.compiler.plugins import Limits, Plan, engine_ptx, kernels_of, with_kernels
+from forerun.models.accept import accept_nodes
+from forerun.models.choose import choice
+from forerun.models.step import rows_at
+from forerun.models.tree_attention import attend, pack_ancestors
+
+LIMITS = Limits(nodes=16, slots=96)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def chain(batch: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Depths, ancestors, parents of a chain."""
+    places = torch.arange(nodes)
+    ancestors = torch.ones(nodes, nodes).tril().bool()
+    return (
+        places.expand(batch, -1).contiguous(),
+        ancestors.expand(batch, -1, -1).contiguous(),
+        (places - 1).clamp(min=0).expand(batch, -1).contiguous(),
+    )
+
+
+def choosing(batch: int, nodes: int) -> tuple[list[torch.Tensor], list[Any]]:
+    logits = draw(batch, nodes, 300) * 3
+    temperature = torch.linspace(0, 1.5, batch)
+    top_k, top_p = torch.full((batch,), 20), torch.full((batch,), 0.9)
+    uniform = torch.rand(batch, nodes, generator=torch.Generator().manual_seed(0))
+    return [logits, temperature, top_k, top_p, uniform], []
+
+
+def accepting(batch: int, nodes: int) -> tuple[list[torch.Tensor], list[Any]]:
+    depth, ancestors, parents = chain(batch, nodes)
+    chosen = torch.arange(1, nodes + 1).expand(batch, -1).contiguous()
+    tokens = chosen.roll(1, 1)
+    tokens[0, nodes // 2] = 77  # row 0 breaks off there
+    allowed = torch.full((batch,), 9)
+    return [tokens, chosen, depth, ancestors, torch.arange(nodes), parents, allowed], [20]
+
+
+def committing(batch: int, nodes: int) -> tuple[list[torch.Tensor], list[Any]]:
+    node = torch.tensor([[0, nodes - 1, -1]]).expand(batch, -1).contiguous()
+    return [node, draw(batch, 12, nodes, 8)], []
+
+
+def attending(batch: int, nodes: int) -> tuple[list[torch.Tensor], list[Any]]:
+    query, cache = draw(batch, 6, nodes, 16), [draw(batch, 2, 96, 16) for _ in range(2)]
+    committed = torch.arange(batch) * 30
+    bits = pack_ancestors(chain(batch, nodes)[1])
+    return [query, *cache, committed, committed + 2, bits], [0.25]
+
+
+CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "ChooseTokens": (choosing, choice),
+    "AcceptPath": (accepting, accept_nodes),
+    "CommitRows": (committing, rows_at),
+    "TreeAttention": (attending, attend),
+}
+
+
+def plan_of(name: str, batch: int = 2, nodes: int = 5) -> Plan:
+    tensors, constants = CASES[name][0](batch, nodes)
+    function = next(function for function in FUNCTIONS if function.name == name)
+    return PLANS[name](Use.of(function, tensors, constants), LIMITS)
+
+
+def test_every_function_is_planned_and_tried_here() -> None:
+    assert set(PLANS) == set(CASES) == {function.name for function in FUNCTIONS}
+
+
+@pytest.mark.parametrize("batch, nodes", [(1, 1), (2, 5), (3, 16)])
+@pytest.mark.parametrize("name", CASES)
+def test_launched_as_an_engine_would_it_is_the_function(
+    name: str, batch: int, nodes: int, interpreted: Callable[..., Any]
+) -> None:
+    """Argument order, grid, integers and the outputs' shapes: all as the plan says."""
+    tensors, constants = CASES[name][0](batch, nodes)
+    expected = CASES[name][1](*tensors, *constants)
+    expected = list(expected) if isinstance(expected, tuple) else [expected]
+    found = interpreted(run_kernels, name, tensors, constants, LIMITS)
+    assert [t.shape for t in found] == [t.shape for t in expected]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+class Symbol:
+    """A size as TensorRT has it: arithmetic with a number or another one on the right, no more."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __add__(self, other: Size) -> Symbol:
+        return Symbol(self.value + int(other))
+
+    def __sub__(self, other: Size) -> Symbol:
+        return Symbol(self.value - int(other))
+
+    def __mul__(self, other: Size) -> Symbol:
+        return Symbol(self.value * int(other))
+
+    def __floordiv__(self, other: Size) -> Symbol:
+        return Symbol(self.value // int(other))
+
+    def __int__(self) -> int:
+        return self.value
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sizes_may_be_an_engines_symbols(name: str) -> None:
+    tensors, _ = CASES[name][0](3, 7)
+    plan = plan_of(name)
+    shapes = {n: tuple(t.shape) for n, t in zip(plan.inputs, tensors, strict=True)}
+    for kernel in kernels_of(plan):
+        given = [shapes[name] for name in kernel.launch.inputs]
+        launch, made = kernel.sized(given)
+        symbolic, also = kernel.sized([[Symbol(size) for size in shape] for shape in given])
+        assert [int(size) for size in symbolic.grid] == [int(size) for size in launch.grid]
+        numbers = {name: int(size) for name, size in symbolic.integers.items()}
+        assert numbers == {name: int(size) for name, size in launch.integers.items()}
+        assert [[int(size) for size in shape] for shape in also] == [list(s) for s in made]
+        shapes |= dict(zip(launch.outputs, made, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_body_of_kernels_computes_every_output_from_what_is_there(name: str) -> None:
+    plan, function = plan_of(name), next(f for f in FUNCTIONS if f.name == name)
+    inputs = [ir.val(f"a{place}") for place in range(len(function.inputs))]
+    empty = ir.Graph(inputs, [ir.val("x")] * function.outputs, nodes=[], opset_imports={"": 24})
+    body = ir.Function(DOMAIN, name, graph=empty, attributes=[])
+    model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 24}), ir_version=11)
+    model.functions[body.identifier()] = body
+    kernels = with_kernels(model, {name: plan})
+    (made,) = model.functions.values()
+    assert [node.op_type for node in made] == [kernel.name for kernel in kernels]
+    known = set(made.inputs)
+    for node in made:
+        assert node.domain == node.attributes["plugin_namespace"].as_string() == DOMAIN
+        assert set(node.inputs) <= known
+        known |= set(node.outputs)
+    assert len(made.inputs) == len(function.inputs) and len(made.outputs) == function.outputs
+    assert set(made.outputs) <= known
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_ptx_takes_just_what_the_engine_passes(name: str, tmp_path: Path) -> None:
+    from triton import knobs
+
+    for kernel in kernels_of(plan_of(name)):
+        launch = kernel.launch
+        binary = build_kernel(launch.form, 89)
+        ptx = engine_ptx(binary, len(launch.arguments))
+        (head,) = re.findall(rf"\.entry {binary.name}\(([^)]*)\)", ptx)
+        kinds = re.findall(r"\.param \.(\w+)", head)
+        integers = [name in launch.integers for name in launch.arguments]
+        assert kinds == ["u32" if integer else "u64" for integer in integers]
+        (tmp_path / "kernel.ptx").write_text(ptx)
+        command = [knobs.nvidia.ptxas.path, "-arch=sm_89", "kernel.ptx", "-o", "kernel.cubin"]
+        subprocess.run(command, cwd=tmp_path, check=True)
+        with pytest.raises(ValueError, match="arguments"):
+            engine_ptx(binary, len(launch.arguments) - 1)
