@@ -19,7 +19,7 @@ from onnxscript.values import Opset
 from torch import Tensor, nn
 from torch.export import Dim
 
-from forerun.compiler.functions import LocalFunction, Recorder, Use, define
+from forerun.compiler.functions import Recorder, Uses, define
 from forerun.compiler.initializers import drafter_weights, save_graph, unknown
 from forerun.models.drafter import GrowingDrafter
 from forerun.models.ops import ACTIVATION_ZERO, HALVINGS, SPAN
@@ -318,7 +318,7 @@ def translations(loops: bool) -> dict[Any, Any]:
     return {**TRANSLATIONS, torch.ops.forerun.threshold.default: _threshold_without_loop}
 
 
-def export_functions(model: ir.Model, uses: Mapping[LocalFunction, Use], loops: bool) -> None:
+def export_functions(model: ir.Model, uses: Uses, loops: bool) -> None:
     """Add the functions that the graph of `model` calls."""
     define(model, uses, partial(_to_onnx, translations=translations(loops)))
 

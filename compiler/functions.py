@@ -20,11 +20,13 @@ from torch.export import Dim
 
 from forerun.models.accept import accept_nodes
 from forerun.models.choose import choice
+from forerun.models.expand import best_columns, best_nodes
+from forerun.models.grow import best_tree
 from forerun.models.step import rows_at
 from forerun.models.tree_attention import attend
 
 DOMAIN, VERSION = "forerun", 1
-SYMBOLS = {"B": 2, "R": 3, "T": 5, "W": 2}
+SYMBOLS = {"B": 2, "R": 3, "T": 5, "W": 2, "N": 4}
 """Axes that a function leaves open, and their sizes while its body is traced."""
 ANY = ("float", "float16", "bfloat16", "int64", "int32", "bool")
 
@@ -45,22 +47,22 @@ class LocalFunction:
     """Each tensor's axes; those of `SYMBOLS` stay open, others are fixed in a graph."""
     outputs: int
 
-    @property
-    def schema(self) -> OpSchema:
-        """What ONNX has to know of the node."""
+    def schema(self, name: str) -> OpSchema:
+        """What ONNX has to know of a node of type `name` that calls it."""
         allowed = [f"tensor({name})" for name in ANY]
-        names = [f"in{place}" for place in range(len(self.inputs))]
+        given = [f"in{place}" for place in range(len(self.inputs))]
         results = [f"out{place}" for place in range(self.outputs)]
         return OpSchema(
-            self.name,
+            name,
             DOMAIN,
             VERSION,
-            inputs=[OpSchema.FormalParameter(name, f"T_{name}") for name in names],
+            inputs=[OpSchema.FormalParameter(name, f"T_{name}") for name in given],
             outputs=[OpSchema.FormalParameter(name, f"T_{name}") for name in results],
-            type_constraints=[(f"T_{name}", allowed, "") for name in (*names, *results)],
+            type_constraints=[(f"T_{name}", allowed, "") for name in (*given, *results)],
         )
 
 
+GROWN = ("B", "M")
 FUNCTIONS = (
     LocalFunction(
         "ChooseTokens",
@@ -97,12 +99,29 @@ FUNCTIONS = (
         ),
         outputs=1,
     ),
+    LocalFunction(
+        "ExpandColumns",
+        torch.ops.forerun.expand_columns.default,
+        best_columns,
+        (("B", "F", "V"), ("B", "F"), ("B", "F")),
+        outputs=3,
+    ),
+    LocalFunction(
+        "KeepNodes", torch.ops.forerun.keep_nodes.default, best_nodes, (GROWN, GROWN), outputs=4
+    ),
+    LocalFunction(
+        "PruneTree",
+        torch.ops.forerun.prune_tree.default,
+        best_tree,
+        (("B",), GROWN, GROWN, GROWN, ("N",)),
+        outputs=4,
+    ),
 )
 
 
 @dataclass(frozen=True)
 class Use:
-    """How a graph calls a function: equal in all of its calls."""
+    """How a graph calls a function: what differs makes it another one."""
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[str | int, ...], ...]
@@ -120,34 +139,41 @@ class Use:
         return cls(tuple(known), shapes, tuple(constants))
 
 
+Uses = Mapping[tuple[LocalFunction, Use], str]
+"""The functions that a graph calls, and their names in it."""
+
+
 class Recorder:
-    """Makes the nodes of one graph, and then the functions that they call."""
+    """Makes the nodes of one graph, and remembers the functions that they call."""
 
     def __init__(self) -> None:
-        self.uses: dict[LocalFunction, Use] = {}
+        self.uses: dict[tuple[LocalFunction, Use], str] = {}
 
     def translations(self) -> Mapping[Any, Any]:
         """For the exporter: operation -> what puts the node in its place."""
         return {function.operation: self._translation(function) for function in FUNCTIONS}
 
     def _translation(self, function: LocalFunction) -> Callable[..., Any]:
-        node = Op(Opset(DOMAIN, VERSION), function.name, function.schema)
-
         def translate(*arguments: Any) -> Any:
             count = len(function.inputs)
             tensors, constants = arguments[:count], arguments[count:]
             use = Use.of(function, tensors, constants)
-            if self.uses.setdefault(function, use) != use:
-                raise ValueError(f"{function.name}: called with {use} and {self.uses[function]}")
-            return node(*tensors)
+            before = sum(1 for known, _ in self.uses if known is function)
+            name = self.uses.setdefault((function, use), _numbered(function.name, before))
+            return Op(Opset(DOMAIN, VERSION), name, function.schema(name))(*tensors)
 
         return translate
 
 
-def define(model: ir.Model, uses: Mapping[LocalFunction, Use], export: BodyExport) -> None:
+def _numbered(name: str, before: int) -> str:
+    """A function's name where so many of other sizes or constants came `before` it."""
+    return f"{name}{before + 1}" if before else name
+
+
+def define(model: ir.Model, uses: Uses, export: BodyExport) -> None:
     """Add the functions that the graph of `model` calls."""
-    for function, use in uses.items():
-        body = _body(function, use, export)
+    for (function, use), name in uses.items():
+        body = _body(function, use, name, export)
         model.functions[body.identifier()] = body
         model.graph.opset_imports[DOMAIN] = VERSION
 
@@ -163,7 +189,7 @@ class _Module(nn.Module):
         return self.meaning(*tensors, *self.constants)
 
 
-def _body(function: LocalFunction, use: Use, export: BodyExport) -> ir.Function:
+def _body(function: LocalFunction, use: Use, name: str, export: BodyExport) -> ir.Function:
     dims = {name: Dim(name, min=2, max=1 << 20) for name in SYMBOLS}
     examples = tuple(
         torch.zeros(
@@ -182,4 +208,4 @@ def _body(function: LocalFunction, use: Use, export: BodyExport) -> ir.Function:
         graph.insert_before(graph[0], constant)
         value.replace_all_uses_with(constant.outputs[0])
     graph.initializers.clear()
-    return ir.Function(DOMAIN, function.name, graph=graph, attributes=[])
+    return ir.Function(DOMAIN, name, graph=graph, attributes=[])

@@ -13,6 +13,8 @@ from forerun.compiler.kernel_accept import accept_launch
 from forerun.compiler.kernel_attention import AttentionForm, attention_launches, choose_tiles
 from forerun.compiler.kernel_choose import choose_launch
 from forerun.compiler.kernel_commit import commit_launch
+from forerun.compiler.kernel_expand import best_of_blocks_launch, children_launch, keep_launch
+from forerun.compiler.kernel_grow import in_order_launch, link_launch
 from forerun.compiler.launch import TYPES, Launch
 from forerun.compiler.plugins import Limits, Plan, PlanOf, Sizes, kernels_of, output_types
 
@@ -78,11 +80,69 @@ def attention_plan(use: Use, limits: Limits) -> Plan:
     return Plan(inputs, ("out",), axes | made, launches)
 
 
+def expand_plan(use: Use, limits: Limits) -> Plan:
+    """The best of each block of logits, then of each node's blocks."""
+    (_, width, vocabulary), top_k = use.shapes[0], int(use.constants[0])
+    element = TYPES[use.dtypes[0]]
+
+    def launches(sizes: Sizes) -> tuple[Launch, ...]:
+        nodes = sizes["B"] * int(width)
+        return (
+            best_of_blocks_launch(nodes, int(vocabulary), top_k, element),
+            children_launch(nodes, int(vocabulary), top_k, mapped=False),
+        )
+
+    inputs = ("logits", "scores", "nodes")
+    outputs = ("child_tokens", "child_parents", "child_scores")
+    parts = int(launches({"B": 1})[0].grid[1])
+    made = {
+        "values": ("B", width, parts, top_k),
+        "indices": ("B", width, parts, top_k),
+        "sums": ("B", width, parts),
+        **dict.fromkeys(outputs, ("B", int(width) * top_k)),
+    }
+    return Plan(inputs, outputs, dict(zip(inputs, use.shapes, strict=True)) | made, launches)
+
+
+def keep_plan(use: Use, limits: Limits) -> Plan:
+    """One program a row of the batch."""
+    level, (before, top_k) = int(use.shapes[0][1]), map(int, use.constants)
+
+    def launches(sizes: Sizes) -> tuple[Launch, ...]:
+        return (keep_launch(sizes["B"], level, before, top_k),)
+
+    inputs = ("tokens", "scores")
+    outputs = ("kept_tokens", "kept_scores", "kept_nodes", "kept_above")
+    axes = dict(zip(inputs, use.shapes, strict=True)) | dict.fromkeys(outputs, ("B", top_k))
+    return Plan(inputs, outputs, axes, launches)
+
+
+def prune_plan(use: Use, limits: Limits) -> Plan:
+    """The nodes in order of score, then their links."""
+    proposed, max_depth = int(use.shapes[1][1]), int(use.constants[0])
+
+    def launches(sizes: Sizes) -> tuple[Launch, ...]:
+        batch, nodes = sizes["B"], sizes["N"]
+        return (
+            in_order_launch(batch, proposed, nodes, limits.nodes),
+            link_launch(batch, proposed, nodes, limits.nodes, max_depth),
+        )
+
+    inputs = ("root", "tokens", "parents", "scores", "places")
+    outputs = ("tree_tokens", "tree_depth", "tree_ancestors", "tree_parents")
+    made: dict[str, tuple[str | int, ...]] = dict.fromkeys(("order", *outputs), ("B", "N"))
+    made["tree_ancestors"] = ("B", "N", "N")
+    return Plan(inputs, outputs, dict(zip(inputs, use.shapes, strict=True)) | made, launches)
+
+
 PLANS: Mapping[str, PlanOf] = {
     "ChooseTokens": choose_plan,
     "AcceptPath": accept_plan,
     "CommitRows": commit_plan,
     "TreeAttention": attention_plan,
+    "ExpandColumns": expand_plan,
+    "KeepNodes": keep_plan,
+    "PruneTree": prune_plan,
 }
 
 
@@ -94,7 +154,7 @@ def run_kernels(
     function = next(function for function in FUNCTIONS if function.name == name)
     plan = PLANS[name](Use.of(function, tensors, constants), limits)
     known = dict(zip(plan.inputs, tensors, strict=True))
-    for kernel in kernels_of(plan):
+    for kernel in kernels_of(name, plan):
         launch, shapes = kernel.sized([known[name].shape for name in kernel.launch.inputs])
         for output, shape, kind in zip(launch.outputs, shapes, output_types(launch), strict=True):
             known[output] = tensors[0].new_empty(shape, dtype=TORCH[kind])

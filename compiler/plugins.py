@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from forerun.compiler.functions import DOMAIN, LocalFunction, Use
+from forerun.compiler.functions import DOMAIN, Use, Uses
 from forerun.compiler.kernels import Binary
 from forerun.compiler.launch import Launch, Size
 
@@ -49,6 +49,8 @@ class Plan:
 class PluginKernel:
     """One kernel of a plan, as a plugin."""
 
+    function: str
+    """The function's name in the graph."""
     plan: Plan
     place: int
     """Among the plan's launches."""
@@ -61,7 +63,7 @@ class PluginKernel:
     @property
     def name(self) -> str:
         """The node's type, and the plugin's name."""
-        return str(self.launch.form.function.__name__)
+        return f"{self.function}_{self.launch.form.function.__name__}"
 
     def sized(self, shapes: Sequence[Sequence[Size]]) -> tuple[Launch, list[tuple[Size, ...]]]:
         """The launch for inputs of these shapes, numbers or an engine's symbols; and the outputs'
@@ -88,9 +90,9 @@ class _Known(dict[str, Size]):
         return 1
 
 
-def kernels_of(plan: Plan) -> list[PluginKernel]:
-    """The plan's kernels, in order."""
-    return [PluginKernel(plan, place) for place in range(len(plan.launches(_Known())))]
+def kernels_of(function: str, plan: Plan) -> list[PluginKernel]:
+    """The kernels, in order, of the function of that name."""
+    return [PluginKernel(function, plan, place) for place in range(len(plan.launches(_Known())))]
 
 
 def with_kernels(model: ir.Model, plans: Mapping[str, Plan]) -> list[PluginKernel]:
@@ -103,7 +105,7 @@ def with_kernels(model: ir.Model, plans: Mapping[str, Plan]) -> list[PluginKerne
         plan = plans.get(function.name)
         if plan is None:
             continue
-        kernels = kernels_of(plan)
+        kernels = kernels_of(function.name, plan)
         model.functions[identifier] = _body(function, plan, kernels)
         found += kernels
     return found
@@ -154,11 +156,9 @@ def engine_ptx(binary: Binary, arguments: int) -> str:
 PlanOf = Callable[[Use, Limits], Plan]
 
 
-def plans_for(
-    uses: Mapping[LocalFunction, Use], limits: Limits, plans: Mapping[str, PlanOf]
-) -> dict[str, Plan]:
-    """The plan of each function that a graph calls and kernels are there for."""
-    return {f.name: plans[f.name](use, limits) for f, use in uses.items() if f.name in plans}
+def plans_for(uses: Uses, limits: Limits, plans: Mapping[str, PlanOf]) -> dict[str, Plan]:
+    """The plan of each function that a graph calls, by its name there."""
+    return {name: plans[f.name](use, limits) for (f, use), name in uses.items()}
 
 
 def output_types(launch: Launch) -> list[Any]:

@@ -99,7 +99,8 @@ class Drafting:
             return tokens, torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.float32)
 
         proposal = Proposal(*self._branch(drafting, propose, nothing, states))
-        tree = prune(self.committed.root, proposal, slots, drafter.max_depth())
+        root, branching = self.committed.root, self.committed.branching
+        tree = prune(root, proposal, slots, drafter.max_depth(), branching)
         return {
             "next_tokens": tree.tokens,
             "next_depth": tree.depth,

@@ -151,8 +151,9 @@ class Eagle(GrowingDrafter):
             x = residual + self.attention(x, positions, seen)
             x = x + self.mlp(self.mlp_norm(x))
             logits, features = self.leave(x, vocabulary)
-            level = expand(frontier, logits, self.config.top_k, self.ids)
-            frontier = keep(level, before, self.config.top_k)
+            top_k, branching = self.config.top_k, committed.branching
+            level = expand(frontier, logits, top_k, self.ids, branching)
+            frontier = keep(level, before, top_k, branching)
             features = gather_rows(features, frontier.above)
             levels.append(level)
             before += level.tokens.shape[1]

@@ -36,30 +36,77 @@ def proposed(depth: int, top_k: int) -> int:
     return top_k + (depth - 1) * top_k * top_k
 
 
-def expand(frontier: Frontier, logits: Tensor, top_k: int, ids: Tensor | None = None) -> Proposal:
+def expand(
+    frontier: Frontier,
+    logits: Tensor,
+    top_k: int,
+    ids: Tensor | None = None,
+    branching: bool = True,
+) -> Proposal:
     """The `top_k` best children of each node, `[B, W * top_k]`, a parent's side by side.
 
-    `logits` are `[B, W, V']`; `ids` `[V']` are the token ids of its columns. A child never scores
-    above its parent: its log-probability is `x - max` less the logarithm of a sum that is at
-    least 1, in float32.
+    `logits` are `[B, W, V']`; `ids` `[V']` are the token ids of its columns. Where the engine is
+    not `branching` it is one operation, which may be a kernel.
+    """
+    children = best_columns if branching else expand_columns
+    columns, parents, scores = children(logits, frontier.scores, frontier.nodes, top_k)
+    return Proposal(columns if ids is None else ids[columns], parents, scores)
+
+
+def best_columns(
+    logits: Tensor, scores: Tensor, nodes: Tensor, top_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(columns, parents, scores) `[B, W * top_k]` of the best children of `nodes` `[B, W]`.
+
+    A child never scores above its parent: its log-probability is `x - max` less the logarithm of a
+    sum that is at least 1, in float32.
     """
     logits = logits.to(torch.float32)
     best = logits.topk(top_k, dim=-1)  # [B, W, top_k]
     first = best.values[..., :1]
     total = torch.exp(logits - first).sum(-1, keepdim=True)
-    scores = frontier.scores[..., None] + (best.values - first - total.log())
-    tokens = best.indices if ids is None else ids[best.indices]
-    parents = frontier.nodes[..., None].expand_as(tokens)
-    return Proposal(tokens.flatten(1), parents.flatten(1), scores.flatten(1))
+    below = scores[..., None] + (best.values - first - total.log())
+    parents = nodes[..., None].expand_as(best.indices)
+    return best.indices.flatten(1), parents.flatten(1), below.flatten(1)
 
 
-def keep(level: Proposal, before: int, top_k: int) -> Frontier:
+expand_columns = torch.library.custom_op("forerun::expand_columns", best_columns, mutates_args=())
+"""`best_columns` as one operation."""
+
+
+@expand_columns.register_fake
+def _(logits: Tensor, scores: Tensor, nodes: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch, width = nodes.shape
+    columns = nodes.new_empty(batch, width * top_k)
+    return columns, torch.empty_like(columns), scores.new_empty(batch, width * top_k)
+
+
+def keep(level: Proposal, before: int, top_k: int, branching: bool = True) -> Frontier:
     """The `top_k` best nodes of a level; earlier ones where they tie.
 
-    `before` counts the nodes above the level, the root included.
+    `before` counts the nodes above the level, the root included. `branching` as in `expand`.
     """
-    order = in_order(level.scores, torch.arange(top_k, device=level.scores.device))
+    choose = best_nodes if branching else keep_nodes
+    return Frontier(*choose(level.tokens, level.scores, before, top_k))
+
+
+def best_nodes(
+    tokens: Tensor, scores: Tensor, before: int, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A `Frontier`'s tensors of a level's `tokens` and `scores` `[B, M]`."""
+    order = in_order(scores, torch.arange(top_k, device=scores.device))
     above = torch.div(order, top_k, rounding_mode="floor")
-    return Frontier(
-        level.tokens.gather(1, order), level.scores.gather(1, order), before + order, above
-    )
+    return tokens.gather(1, order), scores.gather(1, order), before + order, above
+
+
+keep_nodes = torch.library.custom_op("forerun::keep_nodes", best_nodes, mutates_args=())
+"""`best_nodes` as one operation."""
+
+
+@keep_nodes.register_fake
+def _(
+    tokens: Tensor, scores: Tensor, before: int, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kept = tokens.new_empty(tokens.shape[0], top_k)
+    best = scores.new_empty(tokens.shape[0], top_k)
+    return kept, best, torch.empty_like(kept), torch.empty_like(kept)

@@ -27,18 +27,31 @@ class GrownTree:
     parents: Tensor  # [B, N] int64; the root's own is 0
 
 
-def prune(root: Tensor, proposal: Proposal, places: Tensor, max_depth: int) -> GrownTree:
+def prune(
+    root: Tensor, proposal: Proposal, places: Tensor, max_depth: int, branching: bool = True
+) -> GrownTree:
     """The nodes at `places` `[N]` of all in order of score, the root being place 0.
 
     With `places` 0 ... N - 1 those are the N best (EAGLE-2's rerank, arXiv:2406.16858, section
     4.2). A parent scores no less than its child and comes first where they tie, so that no node is
-    taken without its parent.
+    taken without its parent. Where the engine is not `branching` it is one operation, which may be
+    a kernel.
     """
+    tree = best_tree if branching else prune_tree
+    return GrownTree(
+        *tree(root, proposal.tokens, proposal.parents, proposal.scores, places, max_depth)
+    )
+
+
+def best_tree(
+    root: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, places: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A `GrownTree`'s tensors of a `Proposal`'s."""
     batch = root.shape[0]
-    tokens = torch.cat([root[:, None], proposal.tokens], dim=1)  # [B, M + 1]
-    parents = torch.cat([root.new_zeros(batch, 1), proposal.parents], dim=1)
-    first = torch.full_like(proposal.scores[:, :1], torch.finfo(proposal.scores.dtype).max)
-    scores = torch.cat([first, proposal.scores], dim=1)
+    tokens = torch.cat([root[:, None], tokens], dim=1)  # [B, M + 1]
+    parents = torch.cat([root.new_zeros(batch, 1), parents], dim=1)
+    first = torch.full_like(scores[:, :1], torch.finfo(scores.dtype).max)
+    scores = torch.cat([first, scores], dim=1)
     order = in_order(scores, places)  # [B, N]
     wanted = parents.gather(1, order)  # [B, N] each node's parent, as the proposal counts
     hits = (order[:, None] == wanted[:, :, None]).to(torch.int32)  # [B, N, N]
@@ -50,7 +63,21 @@ def prune(root: Tensor, proposal: Proposal, places: Tensor, max_depth: int) -> G
         reach = (reach.to(torch.float32) @ reach.to(torch.float32)) > 0
         steps *= 2
     depth = reach.to(torch.int64).sum(-1) - 1
-    return GrownTree(tokens.gather(1, order), depth, reach, above)
+    return tokens.gather(1, order), depth, reach, above
+
+
+prune_tree = torch.library.custom_op("forerun::prune_tree", best_tree, mutates_args=())
+"""`best_tree` as one operation."""
+
+
+@prune_tree.register_fake
+def _(
+    root: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, places: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, nodes = root.shape[0], places.shape[0]
+    tree = root.new_empty(batch, nodes)
+    ancestors = root.new_empty(batch, nodes, nodes, dtype=torch.bool)
+    return tree, torch.empty_like(tree), ancestors, torch.empty_like(tree)
 
 
 def in_order(scores: Tensor, places: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def call(name: str, tensors: list[torch.Tensor], *constants: Any) -> Callable[..
     node = ir.node(name, values, domain=DOMAIN, num_outputs=function.outputs)
     model.graph.inputs.extend(values)
     model.graph.append(node)
-    export_functions(model, {function: Use.of(function, tensors, constants)}, loops=False)
+    export_functions(model, {(function, Use.of(function, tensors, constants)): name}, loops=False)
     for place, (output, value) in enumerate(
         zip(node.outputs, model.functions[(DOMAIN, name, "")].outputs, strict=True)
     ):

@@ -19,6 +19,8 @@ from forerun.compiler.plans import PLANS, run_kernels
 from forerun.compiler.plugins import Limits, Plan, engine_ptx, kernels_of, with_kernels
 from forerun.models.accept import accept_nodes
 from forerun.models.choose import choice
+from forerun.models.expand import best_columns, best_nodes
+from forerun.models.grow import best_tree
 from forerun.models.step import rows_at
 from forerun.models.tree_attention import attend, pack_ancestors
 
@@ -70,11 +72,38 @@ def attending(batch: int, nodes: int) -> tuple[list[torch.Tensor], list[Any]]:
     return [query, *cache, committed, committed + 2, bits], [0.25]
 
 
+def expanding(batch: int, nodes: int) -> tuple[list[torch.Tensor], list[Any]]:
+    scores = -draw(batch, nodes).abs()
+    places = torch.arange(nodes).expand(batch, -1).contiguous()
+    return [draw(batch, nodes, 5000), scores, places], [3]
+
+
+def keeping(batch: int, nodes: int) -> tuple[list[torch.Tensor], list[Any]]:
+    level = nodes * nodes
+    tokens = torch.arange(7, 7 + level).expand(batch, -1).contiguous()
+    return [tokens, draw(batch, level).mul(2).round().div(2)], [11, nodes]
+
+
+def pruning(batch: int, nodes: int) -> tuple[list[torch.Tensor], list[Any]]:
+    proposed = 3 * nodes
+    parents = torch.arange(proposed) // 2  # a node's children follow it
+    scores = torch.zeros(batch, proposed + 1)
+    for place in range(proposed):
+        scores[:, place + 1] = scores[:, parents[place]] - draw(batch, proposed + 1)[:, place].abs()
+    tokens = torch.arange(50, 50 + proposed).expand(batch, -1).contiguous()
+    root = torch.arange(batch)
+    shape = [root, tokens, parents.expand(batch, -1).contiguous(), scores[:, 1:].contiguous()]
+    return [*shape, torch.arange(nodes)], [8]
+
+
 CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "ChooseTokens": (choosing, choice),
     "AcceptPath": (accepting, accept_nodes),
     "CommitRows": (committing, rows_at),
     "TreeAttention": (attending, attend),
+    "ExpandColumns": (expanding, best_columns),
+    "KeepNodes": (keeping, best_nodes),
+    "PruneTree": (pruning, best_tree),
 }
 
 
@@ -130,7 +159,7 @@ def test_sizes_may_be_an_engines_symbols(name: str) -> None:
     tensors, _ = CASES[name][0](3, 7)
     plan = plan_of(name)
     shapes = {n: tuple(t.shape) for n, t in zip(plan.inputs, tensors, strict=True)}
-    for kernel in kernels_of(plan):
+    for kernel in kernels_of(name, plan):
         given = [shapes[name] for name in kernel.launch.inputs]
         launch, made = kernel.sized(given)
         symbolic, also = kernel.sized([[Symbol(size) for size in shape] for shape in given])
@@ -165,7 +194,7 @@ def test_a_body_of_kernels_computes_every_output_from_what_is_there(name: str) -
 def test_the_ptx_takes_just_what_the_engine_passes(name: str, tmp_path: Path) -> None:
     from triton import knobs
 
-    for kernel in kernels_of(plan_of(name)):
+    for kernel in kernels_of(name, plan_of(name)):
         launch = kernel.launch
         binary = build_kernel(launch.form, 89)
         ptx = engine_ptx(binary, len(launch.arguments))
