@@ -42,9 +42,7 @@ def choose_kernel(
     heat = tl.load(temperature + batch)
     if heat > 0:
         peak = tl.div_rn(peak, heat)
-        floor = _floor(
-            values, heat, peak, tl.load(top_k + batch), tl.load(top_p + batch), V, BLOCK
-        )
+        floor = _floor(values, heat, peak, tl.load(top_k + batch), tl.load(top_p + batch), V, BLOCK)
         token = _draw(values, heat, peak, floor, tl.load(uniform + row), V, BLOCK)
     tl.store(chosen + row, token.to(tl.int64))
 
