@@ -66,11 +66,11 @@ def accept_kernel(
         columns = start + tl.arange(0, COLUMNS)
         there = columns < R
         other = tl.load(verify + columns, mask=there, other=0).to(tl.int32)
-        parent = tl.load(parents + columns, mask=there, other=0)
+        parent = tl.load(parents + columns, mask=there, other=0).to(tl.int32)
         expected = tl.load(chosen + parent, mask=there, other=0)
         token = tl.load(tokens + columns, mask=there, other=0)
         below = tl.load(depth + other, mask=there, other=0) > top
-        wrong = there & below & (token != expected)
+        wrong = below & (token != expected)
         pairs = here[:, None] & there[None, :]
         kin = tl.load(ancestors + node[:, None] * T + other[None, :], mask=pairs, other=0) != 0
         mismatches += tl.sum((kin & wrong[None, :]).to(tl.int32), 1)

@@ -19,8 +19,8 @@ from forerun.models.choose import Sampling
 
 SPAN = tl.constexpr(ops.SPAN)
 HALVINGS = tl.constexpr(ops.HALVINGS)
-BLOCK = 8192
-"""Logits that a program holds at a time, 16 a thread."""
+BLOCK = 4096
+"""Logits that a program holds at a time, 8 a thread: with 16, some architectures spill."""
 
 
 @triton.jit
@@ -42,9 +42,7 @@ def choose_kernel(
     heat = tl.load(temperature + batch)
     if heat > 0:
         peak = tl.div_rn(peak, heat)
-        floor = _floor(
-            values, heat, peak, tl.load(top_k + batch), tl.load(top_p + batch), V, BLOCK
-        )
+        floor = _floor(values, heat, peak, tl.load(top_k + batch), tl.load(top_p + batch), V, BLOCK)
         token = _draw(values, heat, peak, floor, tl.load(uniform + row), V, BLOCK)
     tl.store(chosen + row, token.to(tl.int64))
 
@@ -195,15 +193,16 @@ def choose_launch(batch: Size, rows: Size, vocabulary: int, logits: str) -> Laun
         {"R": rows},
         {"chosen": "i64"},
         {"V": vocabulary, "BLOCK": block},
-        warps=max(1, block // 512),
+        warps=max(1, block // 256),
     )
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     """`forerun.models.choose.choose`, `[B, R, V]` -> `[B, R]`; logits of any float type."""
     chosen = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
+    batch, rows, vocabulary = logits.shape
     if chosen.numel():
-        choose_launch(*logits.shape, TYPES[logits.dtype]).run(
+        choose_launch(batch, rows, vocabulary, TYPES[logits.dtype]).run(
             {
                 "logits": logits,
                 "temperature": sampling.temperature,

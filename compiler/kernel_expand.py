@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-decorators=False
 """`forerun.models.expand` as kernels: a level of EAGLE-2's tree, in two stages and a last choice.
 
-1. `best_of_blocks`: a program looks at one block of one node's logits and leaves the block's `top_k`
-   best and its sum of exponentials, so that a wide vocabulary keeps the whole device busy.
+1. `best_of_blocks`: a program looks at one block of one node's logits and leaves the `top_k` best
+   in it and its sum of exponentials, so that a wide vocabulary keeps the whole device busy.
 2. `children`: a program merges the blocks of one node: its `top_k` best children, scored.
 3. `keep`: a program takes the `top_k` best of a row's whole level.
 
@@ -225,7 +225,10 @@ def keep(level: Proposal, before: int, top_k: int) -> Frontier:
     batch, nodes = level.tokens.shape
     new = level.tokens.new_empty
     kept = Frontier(
-        new(batch, top_k), level.scores.new_empty(batch, top_k), new(batch, top_k), new(batch, top_k)
+        new(batch, top_k),
+        level.scores.new_empty(batch, top_k),
+        new(batch, top_k),
+        new(batch, top_k),
     )
     keep_launch(batch, nodes, before, top_k).run(
         {

@@ -21,7 +21,7 @@ CAPABILITIES = (80, 86, 89, 90, 100, 120)
 """Compute capabilities that every kernel is compiled for in the tests."""
 WARP = 32
 ALIGNMENT = 16
-"""Bytes that every pointer is a multiple of, as engines and torch allocate: loads become vectors."""
+"""Bytes that every pointer is a multiple of, as engines allocate: loads become vectors."""
 PTX_VERSION = 87
 """Of the PTX: the oldest that knows all of them, so that drivers from CUDA 12.8 on load it."""
 

@@ -47,11 +47,9 @@ class Launch:
         return (*self.inputs, *self.integers, *self.outputs)
 
     def run(self, tensors: Mapping[str, Tensor]) -> None:
-        """Launch on contiguous tensors by name: a GPU's, or any where Triton interprets."""
-        for name in (*self.inputs, *self.outputs):
-            if not tensors[name].is_contiguous():
-                raise ValueError(f"{self.form.function.__name__}: {name} is not contiguous")
-        given = {name: tensors[name] for name in (*self.inputs, *self.outputs)}
+        """Launch on tensors by name, a GPU's, or any where Triton interprets; outputs are new."""
+        given = {name: tensors[name].contiguous() for name in self.inputs}
+        given |= {name: tensors[name] for name in self.outputs}
         self.form.function[self.grid](
             **given,
             **self.integers,
