@@ -196,9 +196,9 @@ class AttentionForm:
 
 MOST_ROWS = {"fp16": 64, "bf16": 64, "fp32": 16}
 """Rows of a tile; float32 is multiplied without tensor cores, in registers."""
-MOST_SCORES, BLOCK_BYTES = 2048, 1 << 14
-"""A tile's rows times slots, and the bytes of keys in a block, so that no register spills and a
-multiprocessor's memory (99 KiB on the smallest) holds two blocks of keys and of values."""
+MOST_SUMS, MOST_SCORES, BLOCK_BYTES = 8192, 2048, 1 << 14
+"""A tile's rows times D, its rows times slots, and the bytes of keys in a block: no register spills,
+and two blocks of keys and of values fit in a multiprocessor's memory (99 KiB on the smallest)."""
 MOST_PARTS, PROCESSORS = 64, 132
 
 
@@ -211,8 +211,9 @@ def choose_tiles(
     that takes, none shorter than two blocks where the cache is full.
     """
     all_rows = form.heads // form.kv_heads * nodes
-    rows = min(power(all_rows, 16), MOST_ROWS[form.element])
-    key_bytes = power(form.dim, 16) * (4 if form.element == "fp32" else 2)
+    depth = power(form.dim, 16)
+    rows = min(power(all_rows, 16), MOST_ROWS[form.element], max(16, MOST_SUMS // depth))
+    key_bytes = depth * (4 if form.element == "fp32" else 2)
     block = max(16, min(MOST_SCORES // rows, BLOCK_BYTES // key_bytes))
     programs = batch * form.kv_heads * blocks(all_rows, rows)
     parts = min(blocks(2 * processors, programs), blocks(slots, 2 * block), MOST_PARTS)

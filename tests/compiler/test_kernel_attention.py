@@ -180,10 +180,13 @@ def test_tiles_keep_the_processors_busy():
         assert tiles.parts == 1 or programs < 2 * 264  # no more parts than that takes
 
 
-def forms(element: str, nodes: int, dim: int, cache: str | None = None) -> list[Any]:
+def forms(
+    element: str, nodes: int, dim: int, cache: str | None = None, batch: int = 1
+) -> list[Any]:
     """Those of an 8B-shaped target's layer (32 query heads, 8 of keys), or of another `dim`."""
     form = AttentionForm(32, 8, dim, dim**-0.5, element, cache or element)
-    return list(attention_launches(form, choose_tiles(form, 1, nodes, 4096), 1, nodes, 4096))
+    tiles = choose_tiles(form, batch, nodes, 4096)
+    return list(attention_launches(form, tiles, batch, nodes, 4096))
 
 
 def built(launches: list[Any], capability: int, title: str) -> None:
@@ -218,8 +221,10 @@ def test_it_compiles_without_spilling(element, dim, capability):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_other_types_and_sizes_compile_without_spilling(capability):
-    built(forms("fp16", 64, 256), capability, "fp16 T 64 D 256")
+    (single,) = forms("fp16", 8, 128, batch=64)  # enough programs without parts
+    built([single], capability, "fp16 T 8 D 128 B 64")
     built(forms("fp16", 64, 80), capability, "fp16 T 64 D 80")
+    built(forms("fp16", 64, 256), capability, "fp16 T 64 D 256")
     built(forms("fp32", 8, 128), capability, "fp32 T 8 D 128")
     if capability >= 89:  # the first to know that type
         built(forms("fp16", 64, 128, "fp8e4nv"), capability, "fp8 cache T 64 D 128")
