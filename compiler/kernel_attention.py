@@ -197,8 +197,8 @@ class AttentionForm:
 MOST_ROWS = {"fp16": 64, "bf16": 64, "fp32": 16}
 """Rows of a tile; float32 is multiplied without tensor cores, in registers."""
 MOST_SUMS, MOST_SCORES, BLOCK_BYTES = 8192, 2048, 1 << 14
-"""A tile's rows times D, its rows times slots, and the bytes of keys in a block: no register spills,
-and two blocks of keys and of values fit in a multiprocessor's memory (99 KiB on the smallest)."""
+"""A tile's rows times D, its rows times slots, and the bytes of keys in a block: no register
+spills, and two blocks of keys and values fit in a multiprocessor's memory (99 KiB at least)."""
 MOST_PARTS, PROCESSORS = 64, 132
 
 

@@ -180,6 +180,23 @@ def test_tiles_keep_the_processors_busy():
         assert tiles.parts == 1 or programs < 2 * 264  # no more parts than that takes
 
 
+def test_sizes_may_be_an_engines_symbols():
+    sympy = pytest.importorskip("sympy")  # torch brings it
+    form, tiles = AttentionForm(8, 2, 64, 0.125, "fp16", "fp16"), Tiles(16, 64, 4, 4)
+    batch, nodes = sympy.symbols("batch nodes", integer=True, positive=True)
+    open_, sized = (
+        attention_launches(form, tiles, b, t, 512) for b, t in ((batch, nodes), (3, 13))
+    )
+    for one, other in zip(open_, sized, strict=True):
+        values = {batch: 3, nodes: 13}
+        assert [sympy.sympify(axis).subs(values) for axis in one.grid] == list(other.grid)
+        assert one.form == other.form and one.arguments == other.arguments
+    names = [launch.form.function.arg_names for launch in sized]
+    for launch, order in zip(sized, names, strict=True):
+        assert [name for name in order if name in launch.arguments] == list(launch.arguments)
+    assert sized[0].grid == (4, 4, 6) and sized[1].grid == (13 * 8, 3, 1)
+
+
 def forms(
     element: str, nodes: int, dim: int, cache: str | None = None, batch: int = 1
 ) -> list[Any]:
