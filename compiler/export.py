@@ -25,6 +25,7 @@ from forerun.models.drafter import GrowingDrafter
 from forerun.models.ops import ACTIVATION_ZERO, HALVINGS, SPAN
 from forerun.models.step import GROWN_NAMES, INPUT_NAMES, OUTPUT_NAMES, Step, StepInputs
 from forerun.models.target import Caches
+from forerun.models.tree_attention import BITS, WORD
 
 OPSET = 24
 op: Any = Opset("", OPSET)
@@ -131,6 +132,24 @@ def _threshold(values: Any, measure: Any, wanted: Any) -> Any:
     return op.Where(op.Greater(wanted, zero), found, op.Constant(value_float=float("-inf")))
 
 
+def _pack_ancestors(ancestors: Any) -> Any:
+    """Padded to whole words, each the sum of what its bits are worth.
+
+    Added half to half: ONNX Runtime 1.32's ReduceSum of int64 loses the lowest bits (measured).
+    """
+    last, word = op.Constant(value_ints=[2]), op.Constant(value_ints=[WORD])
+    spare = op.Concat(op.Shape(ancestors, end=2), op.Constant(value_ints=[WORD - 1]), axis=0)
+    empty = op.Expand(op.Constant(value=ir.tensor(False)), spare)
+    padded = op.Concat(ancestors, empty, axis=2)  # [B, T, T + 63]
+    whole = op.Mul(op.Div(op.Shape(padded, start=2), word), word)
+    cut = op.Slice(padded, op.Constant(value_ints=[0]), whole, last)
+    bits = op.Reshape(cut, op.Constant(value_ints=[0, 0, -1, WORD]))  # [B, T, W, 64]
+    worth = op.Where(bits, op.Constant(value_ints=list(BITS)), op.Constant(value_int=0))
+    for _ in range(WORD.bit_length() - 1):
+        worth = op.Add(*op.Split(worth, axis=-1, num_outputs=2))
+    return op.Squeeze(worth, op.Constant(value_ints=[-1]))
+
+
 def _sym_stride(x: Any, dim: int) -> Any:
     """A contiguous tensor's stride: torch.cond passes operands' strides along with them."""
     return op.ReduceProd(op.Shape(x, start=dim + 1), keepdims=0)
@@ -162,6 +181,7 @@ TRANSLATIONS: Mapping[Any, Any] = {
     torch.ops.forerun.matmul_integer.default: _matmul_integer,
     torch.ops.forerun.matmul_transposed.default: _matmul_transposed,
     torch.ops.forerun.threshold.default: _threshold,
+    torch.ops.forerun.pack_ancestors.default: _pack_ancestors,
     torch.ops.aten.sym_stride.int: _sym_stride,
 }
 

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.compiler.kernels import KernelForm
-from forerun.compiler.launch import TYPES, Launch, Size, blocks, power
+from forerun.compiler.launch import TYPES, Launch, Size, blocks, launch, power
 
 NONE = tl.constexpr(float("-inf"))
+CACHE_TYPES = {**TYPES, torch.float8_e4m3fn: "fp8e4nv"}
 
 
 @triton.jit
@@ -88,7 +88,9 @@ def tree_attention_kernel(
         k = tl.load(keys + base * D + tile, mask=used, other=0.0)
         v = tl.load(values + base * D + tile, mask=used, other=0.0)
         word = tl.load(
-            bits + (own[:, None] + (node >> 5)[None, :]), mask=inside[:, None] & ours[None, :], other=0
+            bits + (own[:, None] + (node >> 5)[None, :]),
+            mask=inside[:, None] & ours[None, :],
+            other=0,
         )
         kin = ((word >> (node & 31)[None, :]) & 1) != 0
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
@@ -175,7 +177,6 @@ class Tiles:
     parts: int
     """Parts that a row's slots are cut into."""
     warps: int
-    stages: int = 2
 
 
 @dataclass(frozen=True)
@@ -193,28 +194,30 @@ class AttentionForm:
     times the result."""
 
 
-BLOCK_BYTES = 1 << 14
-"""Keys of a block: with the values, and the next block's, 64 KiB of a multiprocessor's memory."""
-MOST_ROWS, MOST_PARTS = 64, 64
-PROCESSORS = 132
+MOST_ROWS = {"fp16": 64, "bf16": 64, "fp32": 16}
+"""Rows of a tile; float32 is multiplied without tensor cores, in registers."""
+MOST_SUMS, MOST_SCORES, BLOCK_BYTES = 8192, 2048, 1 << 14
+"""A tile's rows times D, its rows times slots, and the bytes of keys in a block: no register
+spills, and two blocks of keys and values fit in a multiprocessor's memory (99 KiB at least)."""
+MOST_PARTS, PROCESSORS = 64, 132
 
 
 def choose_tiles(
     form: AttentionForm, batch: int, nodes: int, slots: int, processors: int = PROCESSORS
 ) -> Tiles:
-    """Programs for `processors` multiprocessors, two each.
+    """Tiles that keep `processors` multiprocessors busy, with two programs each.
 
-    The tile holds all of a group's heads and nodes if it can; a block is of fixed bytes; slots are
-    cut into as many parts as keep the processors busy, none shorter than two blocks at capacity.
+    A tile holds all of a group's heads and nodes if it can. Slots are cut into no more parts than
+    that takes, none shorter than two blocks where the cache is full.
     """
+    all_rows = form.heads // form.kv_heads * nodes
     depth = power(form.dim, 16)
-    rows = min(power(form.heads // form.kv_heads * nodes, 16), MOST_ROWS)
-    size = 4 if form.element == "fp32" else 2  # as multiplied: fp8 is widened
-    block = min(max(BLOCK_BYTES // (depth * size), 16), 128)
-    programs = batch * form.kv_heads * blocks(form.heads // form.kv_heads * nodes, rows)
-    wanted = blocks(2 * processors, programs)
-    parts = max(1, min(wanted, blocks(slots, 2 * block), MOST_PARTS))
-    return Tiles(rows, block, parts, warps=4)
+    rows = min(power(all_rows, 16), MOST_ROWS[form.element], max(16, MOST_SUMS // depth))
+    key_bytes = depth * (4 if form.element == "fp32" else 2)
+    block = max(16, min(MOST_SCORES // rows, BLOCK_BYTES // key_bytes))
+    programs = batch * form.kv_heads * blocks(all_rows, rows)
+    parts = min(blocks(2 * processors, programs), blocks(slots, 2 * block), MOST_PARTS)
+    return Tiles(rows, block, parts, warps=8 if rows == 64 else 4)
 
 
 def attention_launches(
@@ -222,10 +225,13 @@ def attention_launches(
 ) -> tuple[Launch, ...]:
     """One launch, or two: the second reads the first one's `parts` and `sums`.
 
-    Sizes may be an engine's symbols. `parts` is `[B, h, T, parts, D]`: of float32, or, if there is
-    one part, the result itself in the query's type, and there are no `sums` `[B, h, T, parts, 2]`.
+    These are `[B, h, T, parts, D]` and `[B, h, T, parts, 2]` float32; where there is one part,
+    `parts` is the result itself in the query's type, and there are no `sums`. `bits` are taken as
+    int32, twice as many: the same memory.
     """
     group = form.heads // form.kv_heads
+    several = tiles.parts > 1
+    sizes = {"T": nodes, "S": slots}
     common = {
         "EXPONENT": form.scale * math.log2(math.e),
         "D": form.dim,
@@ -233,48 +239,29 @@ def attention_launches(
         "BLOCK": tiles.block,
         "PARTS": tiles.parts,
     }
-    single = tiles.parts == 1
-    constants = common | {"KV": form.kv_heads, "GROUP": group, "ROWS": tiles.rows}
-    inputs = {
-        **{"query": form.element, "keys": form.cache, "values": form.cache},
-        **{"committed": "i64", "first": "i64", "bits": "i32"},
-    }
-    sizes = {"T": nodes, "S": slots}
-    made = {"parts": form.element} if single else {"parts": "fp32", "sums": "fp32"}
-    attend = Launch(
-        KernelForm(
-            tree_attention_kernel,
-            _types(inputs, made),
-            constants | ({"sums": None} if single else {}),
-            tiles.warps,
-            tiles.stages,
-        ),
+    own = {"KV": form.kv_heads, "GROUP": group, "ROWS": tiles.rows}
+    made = {"parts": "fp32", "sums": "fp32"} if several else {"parts": form.element}
+    attend = launch(
+        tree_attention_kernel,
         (blocks(nodes * group, tiles.rows), tiles.parts, batch * form.kv_heads),
-        tuple(inputs),
+        {"query": form.element, "keys": form.cache, "values": form.cache}
+        | {"committed": "i64", "first": "i64", "bits": "i32"},
         sizes,
-        tuple(made),
+        made,
+        common | own | ({} if several else {"sums": None}),
+        tiles.warps,
     )
-    if single:
+    if not several:
         return (attend,)
-    combined = made | {"first": "i64"}
-    combine = Launch(
-        KernelForm(
-            combine_parts_kernel,
-            _types(combined, {"out": form.element}),
-            common | {"H": form.heads, "LANES": power(tiles.parts)},
-        ),
+    combine = launch(
+        combine_parts_kernel,
         (nodes * form.heads, batch, 1),
-        tuple(combined),
+        made | {"first": "i64"},
         sizes,
-        ("out",),
+        {"out": form.element},
+        common | {"H": form.heads, "LANES": power(tiles.parts)},
     )
     return attend, combine
-
-
-def _types(inputs: dict[str, str], outputs: dict[str, str]) -> dict[str, str]:
-    """Triton's types of a kernel's arguments, in order."""
-    pointers = [{name: f"*{element}" for name, element in kind.items()} for kind in (inputs, outputs)]
-    return {**pointers[0], "T": "i32", "S": "i32", **pointers[1]}
 
 
 def tree_attention(
@@ -287,19 +274,19 @@ def tree_attention(
     scale: float,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """`forerun.models.tree_attention.tree_attention`, by `tiles` or what `choose_tiles` says.
+    """`forerun.models.tree_attention.tree_attention`.
 
-    Caches must be contiguous, of one type: float32, float16, bfloat16 or float8_e4m3fn.
+    Caches must be contiguous, both of the query's type (float32, float16, bfloat16) or of
+    float8_e4m3fn. `tiles`: other than `choose_tiles` gives.
     """
     batch, heads, nodes, dim = query.shape
     kv_heads, slots = keys.shape[1], keys.shape[2]
-    form = AttentionForm(heads, kv_heads, dim, scale, TYPES[query.dtype], TYPES[keys.dtype])
+    form = AttentionForm(heads, kv_heads, dim, scale, TYPES[query.dtype], CACHE_TYPES[keys.dtype])
     tiles = tiles or choose_tiles(form, batch, nodes, slots)
     launches = attention_launches(form, tiles, batch, nodes, slots)
-    tensors = {
-        **{"query": query.contiguous(), "keys": keys, "values": values},
-        **{"committed": committed, "first": first, "bits": bits.contiguous().view(torch.int32)},
-    }
+    tensors = {"query": query.contiguous(), "keys": keys, "values": values}
+    halves = bits.contiguous().view(torch.int32)
+    tensors |= {"committed": committed, "first": first, "bits": halves}
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if len(launches) == 1:
         launches[0].run(tensors | {"parts": out})

@@ -93,9 +93,11 @@ def _tree(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | TreeBits, scale: float
 ) -> Tensor:
     """Our own kernel where the engine has it, which reads no further than a row's end."""
-    if isinstance(mask, TreeBits):
-        return tree_attention(query, keys, values, mask.committed, mask.first, mask.bits, scale)
-    return _fused(query, keys, values, mask, scale)
+    if not isinstance(mask, TreeBits):
+        return _fused(query, keys, values, mask, scale)
+    where = mask.committed, mask.first, mask.bits
+    mixed: Tensor = tree_attention(query, keys, values, *where, scale)
+    return mixed
 
 
 ATTENTIONS: dict[str, Attention] = {

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 WORD = 64
-"""Nodes a word of the packed ancestors holds; the sign bit is the last of them."""
+"""Nodes that a word of the packed ancestors holds."""
+BITS = (*(1 << bit for bit in range(WORD - 1)), -(1 << (WORD - 1)))
+"""What each bit of a word is worth; the last one is the sign."""
 
 
 @dataclass(frozen=True)
@@ -54,29 +56,31 @@ class TreeBits:
     bits: Tensor  # [B, T, W] int64
 
 
-def _weights(device: torch.device) -> Tensor:
-    """What each bit of a word is worth `[64]` int64: the last one is the sign."""
-    worth = [1 << bit for bit in range(WORD - 1)]
-    return torch.tensor([*worth, -(1 << (WORD - 1))], device=device)
-
-
+@torch.library.custom_op("forerun::pack_ancestors", mutates_args=())
 def pack_ancestors(ancestors: Tensor) -> Tensor:
     """`[B, T, T]` bool -> `[B, T, ceil(T / 64)]` int64: node n is bit n % 64 of word n // 64.
 
     A sum of what the bits are worth, since ONNX has no shifts of signed words; distinct bits never
-    overflow.
+    overflow. An op, because torch.export can't leave open a T that is rounded up.
     """
     batch, nodes, _ = ancestors.shape
     words = (nodes + WORD - 1) // WORD
     empty = ancestors.new_zeros(batch, nodes, words * WORD - nodes)
     padded = torch.cat([ancestors, empty], dim=2).reshape(batch, nodes, words, WORD)
-    return torch.where(padded, _weights(ancestors.device), 0).sum(-1)
+    return torch.where(padded, torch.tensor(BITS, device=ancestors.device), 0).sum(-1)
+
+
+@pack_ancestors.register_fake
+def _(ancestors: Tensor) -> Tensor:
+    # Not ceil(T / 64): torch.export would take the traced T's, 1, for a constant.
+    words = torch.library.get_ctx().new_dynamic_size()
+    return ancestors.new_empty((*ancestors.shape[:2], words), dtype=torch.int64)
 
 
 def unpack_ancestors(bits: Tensor) -> Tensor:
     """The inverse: `[B, T, W]` int64 -> `[B, T, T]` bool."""
     nodes = bits.shape[1]
-    found = (bits[..., None] & _weights(bits.device)) != 0  # [B, T, W, 64]
+    found = (bits[..., None] & torch.tensor(BITS, device=bits.device)) != 0  # [B, T, W, 64]
     return found.flatten(2)[..., :nodes]
 
 

@@ -10,6 +10,21 @@ from typing import Any
 
 import pytest
 
+WIDEN = """
+from triton import language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+plain = InterpreterBuilder.create_dot
+
+def wide(handle):
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype("uint32") << 16).view("float32"), tl.float32)
+
+InterpreterBuilder.create_dot = lambda self, a, b, *rest: plain(self, wide(a), wide(b), *rest)
+"""
+"""Triton 3.9 interprets a product of bfloat16 as one of the integers that stand for them."""
+
 
 @pytest.fixture(scope="session")
 def interpreted() -> Iterator[Callable[..., Any]]:
@@ -21,7 +36,7 @@ def interpreted() -> Iterator[Callable[..., Any]]:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"  # spawned processes inherit it; this one has imported
     try:
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
+        with ProcessPoolExecutor(1, context, exec, (WIDEN, {})) as pool:
             pool.submit(abs, 0).result()
             if before is None:
                 del os.environ["TRITON_INTERPRET"]
