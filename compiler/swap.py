@@ -120,6 +120,11 @@ def _source(bundle: Bundle, name: str) -> DrafterSource:
             "only one of the same kind can take its place; compile a bundle with it"
         )
     engine = bundle.manifest.engine
+    if engine.kind == "torch":
+        raise ForerunError(
+            f"{bundle.path}: a torch bundle is not swapped: compile it again with the "
+            "other drafter, which takes seconds"
+        )
     if engine.kind in BUILD_ONLY and not engine.refit:
         raise ForerunError(
             f"{bundle.path}: its engine can't be refitted: compile it again with --refit"

@@ -66,6 +66,24 @@ def _torch(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     )
 
 
+def _stacked_mask(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """Additive in float32, `[B, 1, group * T, S]`."""
+    bias = torch.where(mask, 0.0, float("-inf"))[:, None]  # [B, 1, T, S]
+    return torch.cat([bias] * group, dim=2)
+
+
+def _stacked(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """As `_grouped`, for a device's batched matmuls, which add in float32 by themselves.
+
+    torch's own attention would first repeat the whole cache for every query head of a group.
+    """
+    batch, heads, rows, dim = query.shape
+    stacked = (query * scale).reshape(batch, keys.shape[1], -1, dim)
+    scores = (stacked @ keys.transpose(-1, -2)).to(torch.float32) + bias
+    out = torch.softmax(scores, dim=-1).to(values.dtype) @ values
+    return out.reshape(batch, heads, rows, dim)
+
+
 def _bool_mask(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     return mask[:, None]  # [B, 1, T, S]
 
@@ -73,6 +91,8 @@ def _bool_mask(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 ATTENTIONS: dict[str, Attention] = {
     "grouped": Attention(_grouped_mask, _grouped, wide_values=True),
     "fused": Attention(_bool_mask, _fused),
+    # For the torch engine.
+    "stacked": Attention(_stacked_mask, _stacked),
     # For eager batches: on a CPU in bfloat16 a seventh faster than the engines' forms.
     "torch": Attention(_bool_mask, _torch),
 }

@@ -99,6 +99,12 @@ class HostMemory:
         return buffer
 
 
+def result_size(rows: int, pending: int) -> tuple[int, int]:
+    """(Where `emitted` begins in a `RESULT`, the whole's size), in numbers."""
+    lead = -(-rows // ALIGNED) * ALIGNED
+    return lead, lead + rows * pending
+
+
 @dataclass(frozen=True)
 class Layout:
     """A step's inputs as it declares them, and which of them are what."""
@@ -179,8 +185,7 @@ class Buffers:
     def _set(self) -> dict[str, Buffer]:
         """One side of the ping-pong. A tree's buffers carry its number of nodes in their name."""
         manifest, rows = self.layout.manifest, self.rows
-        lead = -(-rows // ALIGNED) * ALIGNED
-        whole = lead + rows * manifest.pending
+        lead, whole = result_size(rows, manifest.pending)
         result = self.memory.zeros([whole], self.layout.inputs["length"][1])
         found = {
             RESULT: result,

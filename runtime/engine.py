@@ -33,8 +33,10 @@ class Engine(Protocol):
     rows: int
     context: int
     """The longest that prompt and new tokens together may get."""
-    seconds: float
-    """Time spent inside the engine so far: what is not in here is the host's."""
+
+    @property
+    def seconds(self) -> float:
+        """Time spent inside the engine so far: what is not in here is the host's."""
 
     def prefill(self, request: Request, nodes: int, row: int = 0) -> list[int]:
         """Forget the row's request, read the prompt in chunks, return the first token.
@@ -58,7 +60,10 @@ class Engine(Protocol):
         """Median milliseconds of a step that verifies and drafts these many nodes."""
 
 
-ENGINES: dict[str, str] = {"ort": "forerun.runtime.engine_ort:OrtEngine"}
+ENGINES: dict[str, str] = {
+    "ort": "forerun.runtime.engine_ort:OrtEngine",
+    "torch": "forerun.models.engine_torch:TorchEngine",
+}
 """Engine kind -> where its class is; imported only when a bundle asks for it."""
 
 BUILD_ONLY = ("tensorrt", "tensorrt-rtx")

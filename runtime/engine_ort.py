@@ -59,7 +59,7 @@ class OrtEngine(StepEngine):
     def _has_draft(self, state: dict[str, Array], live: Array) -> bool:
         return bool((state[f"tokens_{self.drafted}"][live, 1:] >= 0).any())
 
-    def _bind(self, inputs: Named, outputs: Named, nodes: int) -> Any:
+    def _bind(self, inputs: Named, outputs: Named, nodes: int, again: bool) -> Any:
         """By address, with what the binding points to kept alive."""
         binding = self.session.io_binding()
         for name, array in inputs.items():

@@ -56,8 +56,9 @@ class StepEngine(ABC):
     # --- what a subclass does ---------------------------------------------------------------
 
     @abstractmethod
-    def _bind(self, inputs: Named, outputs: Named, nodes: int) -> Any:
-        """A step of these buffers that drafts `nodes` nodes, ready to be launched."""
+    def _bind(self, inputs: Named, outputs: Named, nodes: int, again: bool) -> Any:
+        """A step of these buffers that drafts `nodes` nodes, ready to be launched; `again` and
+        again, or just once."""
 
     @abstractmethod
     def _launch(self, bound: Any) -> None:
@@ -79,9 +80,7 @@ class StepEngine(ABC):
             chunk = prompt[start : start + size]
             after = prompt[start + chunk.size : start + chunk.size + 1]
             drafts = nodes if after.size == 0 else 1
-            self._launch(
-                self._chunk(alone, turn, chunk, start, [chunk.size - 1], drafts, after)
-            )
+            self._launch(self._chunk(alone, turn, chunk, start, [chunk.size - 1], drafts, after))
             turn = 1 - turn
         self.buffers.put(row, self.turn, alone.sets[turn])
         self.drafted = nodes
@@ -238,7 +237,7 @@ class StepEngine(ABC):
                 given["verify"] = self.memory.load(np.arange(verified))
             else:
                 given |= self._tree(tree, np.arange(verified), self.rows)
-            self.bindings[key] = self._bound(self.buffers, self.turn, given, nodes)
+            self.bindings[key] = self._bound(self.buffers, self.turn, given, nodes, again=True)
         return self.bindings[key]
 
     def _tree(self, tree: Tree, verify: NDArray[np.int64], rows: int) -> Named:
@@ -258,6 +257,7 @@ class StepEngine(ABC):
         given: Named,
         nodes: int,
         logits: Buffer | None = None,
+        again: bool = False,
     ) -> Any:
         """A step of `buffers` that drafts `nodes` nodes, bound to every input and output by name.
 
@@ -288,4 +288,5 @@ class StepEngine(ABC):
             outputs |= {f"next_{name}": there[f"{name}_{nodes}"] for name in TREE}
         if logits is not None:
             outputs["logits"] = logits
-        return self._bind({name: inputs[name] for name in self.layout.inputs}, outputs, nodes)
+        taken = {name: inputs[name] for name in self.layout.inputs}
+        return self._bind(taken, outputs, nodes, again)
