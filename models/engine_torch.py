@@ -32,8 +32,7 @@ from forerun.models.target import Caches
 from forerun.models.torch_bundle import read_step
 
 SLOTS = 4
-"""Results that may be on their way to the host at once: two steps and a prefill, and one to spare.
-"""
+"""Results that may be on their way to the host at once: those of two steps, and some to spare."""
 
 
 class TorchMemory:

@@ -75,7 +75,6 @@ class StepEngine(ABC):
         alone = self._begin(prompt.size, request, row)
         self._remember(self.remembers or nodes > 1)
         turn, size = 0, self.manifest.chunk
-        self.memory.begin()
         for start in range(0, prompt.size, size):
             chunk = prompt[start : start + size]
             after = prompt[start + chunk.size : start + chunk.size + 1]
@@ -84,8 +83,7 @@ class StepEngine(ABC):
             turn = 1 - turn
         self.buffers.put(row, self.turn, alone.sets[turn])
         self.drafted = nodes
-        ticket = self.memory.send(alone.sets[turn][RESULT])
-        return alone.committed(self.memory.receive(ticket))[0]
+        return alone.committed(self.memory.read(alone.sets[turn][RESULT]))[0]
 
     def step(self, nodes: int) -> list[list[int]]:
         """One launch for all rows, and its tokens."""
