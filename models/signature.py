@@ -9,27 +9,7 @@ import torch
 
 from forerun.models.drafter import GrowingDrafter
 from forerun.models.step import GROWN_NAMES, OUTPUT_NAMES, Step
-
-INPUT_AXES: dict[str, tuple[str | int, ...]] = {
-    "tokens": ("batch", "nodes"),
-    "length": ("batch",),
-    "pending_count": ("batch",),
-    "pending": ("batch", "cached_heads", "pending_in", "head_dim"),
-    "depth": ("batch", "nodes"),
-    "ancestors": ("batch", "nodes", "nodes"),
-    "verify": ("verified",),
-    "parents": ("batch", "verified"),
-    "slots": ("next_nodes",),
-    "forced": ("batch",),
-    "remembering": (),
-    "drafting": (),
-    "uniforms": ("batch", "tables", "uniform_positions"),
-    "temperature": ("batch",),
-    "top_k": ("batch",),
-    "top_p": ("batch",),
-    "limit": ("batch",),
-}
-"""Each input's axes: symbols of `TRACE_SIZES`, facts of the target, or plain numbers."""
+from forerun.runtime.axes import INPUT_AXES
 
 BOOL = ("ancestors", "remembering", "drafting")
 FLOAT = ("uniforms", "temperature", "top_p")

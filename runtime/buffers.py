@@ -138,6 +138,8 @@ class Buffers:
         self.fixed = {name: self.zeros(name, uniform_positions=capacity) for name in FIXED}
         self.caches: dict[str, Buffer] = {}
         self.sets = [self._set() for _ in range(2)]
+        self.prefill: Any = None
+        """Of a lone row on an engine that binds its prefill once (`PinnedEngine`)."""
 
     def zeros(self, name: str, **sizes: int) -> Buffer:
         """A new buffer for the input `name` of all rows."""

@@ -61,13 +61,15 @@ class Engine(Protocol):
 
 
 ENGINES: dict[str, str] = {
-    "ort": "forerun.runtime.engine_ort:OrtEngine",
+    "ort": "forerun.runtime.engine_ort:open_engine",
+    "tensorrt": "forerun.runtime.engine_tensorrt:TensorRtEngine",
+    "tensorrt-rtx": "forerun.runtime.engine_tensorrt:TensorRtEngine",
     "torch": "forerun.models.engine_torch:TorchEngine",
 }
-"""Engine kind -> where its class is; imported only when a bundle asks for it."""
+"""Engine kind -> what opens it; imported only when a bundle asks for it."""
 
-BUILD_ONLY = ("tensorrt", "tensorrt-rtx")
-"""Kinds that this version builds, but has no loop for yet."""
+BUILT = ("tensorrt", "tensorrt-rtx")
+"""Kinds whose engine is built from the bundle's ONNX graph, for one device."""
 
 
 def load_engine(bundle: Bundle, threads: int | None = None, rows: int = 1) -> Engine:
@@ -76,11 +78,6 @@ def load_engine(bundle: Bundle, threads: int | None = None, rows: int = 1) -> En
     Raises ForerunError where this machine can't run it or its package is missing.
     """
     kind = bundle.manifest.engine.kind
-    if kind in BUILD_ONLY:
-        raise ForerunError(
-            f"{bundle.path}: this version builds {kind} engines but does not run them yet: "
-            "compile with --engine ort to generate on this machine"
-        )
     if kind not in ENGINES:
         raise ForerunError(
             f"{bundle.path}: unknown engine {kind!r}: this version runs {', '.join(ENGINES)}"

@@ -12,6 +12,7 @@ import numpy as np
 from forerun.errors import ForerunError, MissingDependencyError
 from forerun.runtime.buffers import RESULT, Array, HostMemory, Layout, Ticket
 from forerun.runtime.bundle import Bundle
+from forerun.runtime.cuda import device_count
 from forerun.runtime.engine_step import Named, StepEngine
 
 try:
@@ -70,6 +71,17 @@ class OrtEngine(StepEngine):
 
     def _launch(self, bound: Any) -> None:
         self.session.run_with_iobinding(bound[0])
+
+
+def open_engine(bundle: Bundle, threads: int | None = None, rows: int = 1) -> StepEngine:
+    """On a GPU where onnxruntime-gpu and a device are there, else on the CPU.
+
+    int8 steps are made for CPUs, and run there always. `CUDA_VISIBLE_DEVICES=` hides the device.
+    """
+    from forerun.runtime.engine_ort_cuda import PROVIDER, OrtCudaEngine
+
+    gpu = bundle.manifest.precision != "int8" and PROVIDER in ort.get_available_providers()
+    return (OrtCudaEngine if gpu and device_count() else OrtEngine)(bundle, threads, rows)
 
 
 def _open_session(bundle: Bundle, threads: int | None) -> Any:

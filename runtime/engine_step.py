@@ -30,9 +30,6 @@ class StepEngine(ABC):
 
     ahead = 0
     """Steps that may be launched before the tokens of the one before them are read."""
-    pinned = False
-    """Whether it takes only the shapes it was built for: prefill chunks of full length, of which
-    one node is verified, and steps that draft as many nodes as they verify."""
 
     def __init__(self, layout: Layout, memory: Memory, rows: int, bucket: int) -> None:
         """Cache slots are added in multiples of `bucket`, which may be the whole capacity."""
