@@ -67,6 +67,7 @@ class TensorRtEngine(PinnedEngine):
         inputs = self.trt.TensorIOMode.INPUT
         self.inputs = [name for name in names if self.engine.get_tensor_mode(name) == inputs]
         self.outputs = [name for name in names if name not in self.inputs]
+        self.varying = [name for name in self.inputs if -1 in self.engine.get_tensor_shape(name)]
         self.logits_type = self._type("logits")
         self.contexts: dict[int, Any] = {}
         # One profile runs at a time, so that all share the memory of the largest.
@@ -76,7 +77,7 @@ class TensorRtEngine(PinnedEngine):
         super().__init__(layout, self.device, rows)
 
     def _bind(self, inputs: Named, outputs: Named, nodes: int, again: bool) -> Bound:
-        context = self._context({name: tuple(inputs[name].shape) for name in self.inputs})
+        context = self._context({name: tuple(inputs[name].shape) for name in self.varying})
         tensors = {name: inputs[name] for name in self.inputs}
         for name in self.outputs:
             tensors[name] = outputs[name] if name in outputs else self._unread(name, context)
