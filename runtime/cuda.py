@@ -58,15 +58,16 @@ def device_count(api: Any = None) -> int:
 
 
 @dataclass
-class Allocation:
-    """Device memory, freed with the last buffer in it."""
+class Owned:
+    """Something of CUDA's, given back by the function `free` when nobody refers to it any more."""
 
     cuda: Cuda
-    address: int
+    handle: Any
+    free: str
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the process may be ending
-            self.cuda.call("cudaFree", self.address)
+            self.cuda.call(self.free, self.handle)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class DeviceBuffer:
     address: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    owner: Allocation = field(repr=False)
+    owner: Owned = field(repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -101,8 +102,9 @@ class Slot:
     """A place of the ring: pinned memory, and when its step began and its result was there."""
 
     host: Array
-    begun: Any
-    done: Any
+    begun: Owned
+    done: Owned
+    memory: Owned
     number: int = -1
     """Of the result that is or was last on its way here."""
 
@@ -116,7 +118,8 @@ class CudaMemory:
         if not self.cuda.call("cudaGetDeviceCount"):
             raise ForerunError("CUDA: no device: see `forerun doctor`")
         api = self.cuda.api
-        self.stream = self.cuda.call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
+        stream = self.cuda.call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
+        self.stream, self._stream = stream, Owned(self.cuda, stream, "cudaStreamDestroy")
         self.seconds = 0.0
         self._ring = [self._slot(longest) for _ in range(SLOTS)]
         self._sent = 0
@@ -127,7 +130,7 @@ class CudaMemory:
         kind = np.dtype(dtype)
         size = max(math.prod(shape) * kind.itemsize, LEAST)
         address = int(self.cuda.call("cudaMalloc", size))
-        buffer = DeviceBuffer(address, tuple(shape), kind, Allocation(self.cuda, address))
+        buffer = DeviceBuffer(address, tuple(shape), kind, Owned(self.cuda, address, "cudaFree"))
         self.clear(buffer)
         return buffer
 
@@ -163,12 +166,12 @@ class CudaMemory:
     # --- results ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self.cuda.call("cudaEventRecord", self._ring[self._sent % SLOTS].begun, self.stream)
+        self.cuda.call("cudaEventRecord", self._ring[self._sent % SLOTS].begun.handle, self.stream)
 
     def send(self, buffer: DeviceBuffer) -> tuple[int, int]:
         number, slot = self._sent, self._ring[self._sent % SLOTS]
         self._copy(slot.host.ctypes.data, buffer.address, buffer.nbytes)
-        self.cuda.call("cudaEventRecord", slot.done, self.stream)
+        self.cuda.call("cudaEventRecord", slot.done.handle, self.stream)
         slot.number, self._sent = number, number + 1
         return number, buffer.nbytes // slot.host.itemsize
 
@@ -176,13 +179,14 @@ class CudaMemory:
         number, count = ticket
         slot = self._ring[number % SLOTS]
         assert slot.number == number, "a result was fetched after its place had gone to another"
-        self.cuda.call("cudaEventSynchronize", slot.done)
-        self.seconds += self.cuda.call("cudaEventElapsedTime", slot.begun, slot.done) / 1e3
+        begun, done = slot.begun.handle, slot.done.handle
+        self.cuda.call("cudaEventSynchronize", done)
+        self.seconds += self.cuda.call("cudaEventElapsedTime", begun, done) / 1e3
         return slot.host[:count].copy()
 
     # --- graphs -----------------------------------------------------------------------------
 
-    def capture(self, launch: Callable[[], None]) -> Any:
+    def capture(self, launch: Callable[[], None]) -> Owned:
         """What `launch` puts on the stream, as a graph to be replayed; none of it is run."""
         mode = self.cuda.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self.cuda.call("cudaStreamBeginCapture", self.stream, mode)
@@ -192,11 +196,11 @@ class CudaMemory:
             graph = self.cuda.call("cudaStreamEndCapture", self.stream)
         replayable = self.cuda.call("cudaGraphInstantiate", graph, 0)
         self.cuda.call("cudaGraphDestroy", graph)
-        return replayable
+        return Owned(self.cuda, replayable, "cudaGraphExecDestroy")
 
-    def replay(self, graph: Any) -> None:
+    def replay(self, graph: Owned) -> None:
         """Launch a captured graph."""
-        self.cuda.call("cudaGraphLaunch", graph, self.stream)
+        self.cuda.call("cudaGraphLaunch", graph.handle, self.stream)
 
     def _copy(self, target: int, source: int, size: int) -> None:
         """By address; CUDA knows which of them is where."""
@@ -207,8 +211,12 @@ class CudaMemory:
     def _slot(self, longest: int) -> Slot:
         address = int(self.cuda.call("cudaHostAlloc", longest * 8, 0))
         numbers = (ctypes.c_int64 * longest).from_address(address)
-        events = [self.cuda.call("cudaEventCreateWithFlags", 0) for _ in range(2)]
-        return Slot(np.frombuffer(numbers, np.int64), *events)
+        begun, done = (
+            Owned(self.cuda, self.cuda.call("cudaEventCreateWithFlags", 0), "cudaEventDestroy")
+            for _ in range(2)
+        )
+        pinned = Owned(self.cuda, address, "cudaFreeHost")
+        return Slot(np.frombuffer(numbers, np.int64), begun, done, pinned)
 
 
 def _runtime() -> Any:

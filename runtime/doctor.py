@@ -56,7 +56,7 @@ class Needs:
 
 ENGINES = {
     "ort": Needs(EXPORT, ("onnxruntime",)),
-    "torch": Needs(("torch", "gguf"), ("torch",)),
+    "torch": Needs(("torch", "onnx", "onnxscript", "gguf"), ("torch",)),
     "tensorrt-rtx": Needs(
         (*EXPORT, "tensorrt-rtx"), ("tensorrt-rtx", "cuda-bindings"), gpu_to_run=True
     ),

@@ -67,7 +67,7 @@ class TensorRtEngine(PinnedEngine):
         inputs = self.trt.TensorIOMode.INPUT
         self.inputs = [name for name in names if self.engine.get_tensor_mode(name) == inputs]
         self.outputs = [name for name in names if name not in self.inputs]
-        self.varying = [name for name in self.inputs if -1 in self.engine.get_tensor_shape(name)]
+        self.varying = [name for name in self.inputs if -1 in self._sizes(name)]
         self.logits_type = self._type("logits")
         self.contexts: dict[int, Any] = {}
         # One profile runs at a time, so that all share the memory of the largest.
@@ -147,10 +147,14 @@ class TensorRtEngine(PinnedEngine):
     def _axes(self, name: str) -> tuple[Shape, Any]:
         """An input's axes, with names for the sizes that differ between profiles; of caches and
         drafter state that is the number of rows alone."""
-        sizes = tuple(self.engine.get_tensor_shape(name))
+        sizes = self._sizes(name)
         names = INPUT_AXES.get(name, ("batch",) * len(sizes))
         axes = [a if size < 0 else size for a, size in zip(names, sizes, strict=True)]
         return axes, self._type(name)
+
+    def _sizes(self, name: str) -> tuple[int, ...]:
+        """A tensor's sizes, -1 where profiles differ."""
+        return tuple(self.engine.get_tensor_shape(name))
 
     def _type(self, name: str) -> Any:
         kind = self.engine.get_tensor_dtype(name).name

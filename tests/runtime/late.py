@@ -25,9 +25,9 @@ class LateApi:
         self.devices = devices
         self.queue: deque[Work] = deque()
         self.captured: list[Work] | None = None
-        self.graphs: list[list[Work]] = []
         self.device: dict[int, Any] = {}
-        self.pinned: list[tuple[int, Any]] = []
+        self.pinned: dict[int, Any] = {}
+        self.kept = 0  # streams, events and graphs
         self.fails: dict[str, int] = {}
         self.waits = 0
 
@@ -58,6 +58,7 @@ class LateApi:
         return 0, {2: b"out of memory", 100: b"no CUDA-capable device is detected"}[status]
 
     def cudaStreamCreateWithFlags(self, flags: int) -> tuple[int, int]:
+        self.kept += 1
         return 0, 7
 
     def cudaMalloc(self, size: int) -> tuple[int, int]:
@@ -73,8 +74,19 @@ class LateApi:
 
     def cudaHostAlloc(self, size: int, flags: int) -> tuple[int, int]:
         memory = ctypes.create_string_buffer(size)
-        self.pinned.append((size, memory))
+        self.pinned[ctypes.addressof(memory)] = memory
         return 0, ctypes.addressof(memory)
+
+    def cudaFreeHost(self, address: int) -> tuple[int]:
+        self.drain()
+        del self.pinned[address]
+        return (0,)
+
+    def _gone(self, handle: Any) -> tuple[int]:
+        self.kept -= 1
+        return (0,)
+
+    cudaStreamDestroy = cudaEventDestroy = cudaGraphExecDestroy = _gone
 
     def cudaMemsetAsync(self, address: int, value: int, size: int, stream: int) -> tuple[int]:
         self._inside(address, size)
@@ -95,6 +107,7 @@ class LateApi:
         return (0,)
 
     def cudaEventCreateWithFlags(self, flags: int) -> tuple[int, Any]:
+        self.kept += 1
         return 0, SimpleNamespace(recorded=0, reached=0)
 
     def cudaEventRecord(self, event: Any, stream: int) -> tuple[int]:
@@ -126,7 +139,7 @@ class LateApi:
         return 0, work
 
     def cudaGraphInstantiate(self, graph: Any, flags: int) -> tuple[int, Any]:
-        self.graphs.append(graph)
+        self.kept += 1
         return 0, graph
 
     def cudaGraphDestroy(self, graph: Any) -> tuple[int]:

@@ -94,6 +94,10 @@ def test_memory_is_given_back() -> None:
     assert part.nbytes == 16
     del part
     assert not api.device
+    graph = memory.capture(lambda: None)
+    assert api.pinned and api.kept == 10  # a stream, a graph, and two events a place of the ring
+    del memory, graph
+    assert not api.pinned and not api.kept
 
 
 def test_each_failure_is_one_line() -> None:
