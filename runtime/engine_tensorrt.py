@@ -195,6 +195,6 @@ def _collector(trt: Any) -> Any:
                 self.errors.append(message)
 
         def first(self) -> str:
-            return " ".join(self.errors[0].split()) if self.errors else ""
+            return " ".join(self.errors[0].split())[:300] if self.errors else ""
 
     return Collector()
