@@ -24,13 +24,14 @@ import onnxruntime as ort
 import torch
 from torch import Tensor, nn
 
-from forerun.compiler.export import OPSET, TRANSLATIONS, cache_names, share_zero_points
+from forerun.compiler.export import OPSET, TRANSLATIONS, share_zero_points
 from forerun.compiler.pipeline import calibration_texts
 from forerun.compiler.precision import int8_step
 from forerun.models.attention import ATTENTIONS
 from forerun.models.checkpoint import load_checkpoint
 from forerun.models.choose import argmax
 from forerun.models.drafter import Drafter
+from forerun.models.signature import cache_names
 from forerun.models.target import Caches, Rows, Target
 from forerun.runtime.bundle import load_bundle
 from forerun.runtime.engine import Request

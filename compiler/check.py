@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.compiler.eager import EagerStep
-from forerun.compiler.export import Signature
 from forerun.errors import ForerunError, MissingDependencyError
+from forerun.models.signature import Signature
 from forerun.models.step import GROWN_NAMES, Step, StepInputs, StepOutputs
 from forerun.models.target import Caches
 

@@ -8,9 +8,9 @@ import click
 
 from forerun.errors import MissingDependencyError
 
-ENGINES = ["ort", "tensorrt-rtx", "tensorrt"]
+ENGINES = ["ort", "tensorrt-rtx", "tensorrt", "torch"]
 ACCEPTANCES = ["matching", "rejection"]
-PRECISIONS = ["int8", "fp32", "fp16"]
+PRECISIONS = ["int8", "fp32", "fp16", "bf16"]
 
 PATH = click.Path(path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
@@ -24,7 +24,7 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the manife
 @click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
-    help="Default: int8 for ort, fp16 for TensorRT.",
+    help="Default: int8 for ort, fp16 for TensorRT, fp32 for torch.",
 )
 @click.option("--capacity", type=click.IntRange(64), default=2048, show_default=True)
 @click.option("--chunk", type=click.IntRange(8), default=256, show_default=True)

@@ -18,9 +18,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from forerun.compiler.export import Signature
 from forerun.compiler.initializers import drafter_weights
 from forerun.errors import ForerunError, MissingDependencyError
+from forerun.models.signature import Signature
 
 DEVICES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
 """Compute capabilities that TensorRT-RTX builds for (1.7.1); Hopper (sm_90) is not among them."""

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from torch.export import Dim
 
 from forerun.compiler.functions import Recorder, Uses, define
 from forerun.compiler.initializers import drafter_weights, save_graph, unknown
-from forerun.models.drafter import GrowingDrafter
 from forerun.models.ops import ACTIVATION_ZERO, HALVINGS, SPAN
-from forerun.models.step import GROWN_NAMES, INPUT_NAMES, OUTPUT_NAMES, Step, StepInputs
+from forerun.models.signature import Signature, signature
+from forerun.models.step import INPUT_NAMES, Step, StepInputs
 from forerun.models.target import Caches
 from forerun.models.tree_attention import BITS, WORD
 
@@ -42,40 +41,11 @@ TRACE_SIZES = {
     "uniform_positions": 80,
 }
 
-INPUT_AXES: dict[str, tuple[str | int, ...]] = {
-    "tokens": ("batch", "nodes"),
-    "length": ("batch",),
-    "pending_count": ("batch",),
-    "pending": ("batch", "cached_heads", "pending_in", "head_dim"),
-    "depth": ("batch", "nodes"),
-    "ancestors": ("batch", "nodes", "nodes"),
-    "verify": ("verified",),
-    "parents": ("batch", "verified"),
-    "slots": ("next_nodes",),
-    "forced": ("batch",),
-    "remembering": (),
-    "drafting": (),
-    "uniforms": ("batch", "tables", "uniform_positions"),
-    "temperature": ("batch",),
-    "top_k": ("batch",),
-    "top_p": ("batch",),
-    "limit": ("batch",),
-}
-"""Each input's axes: symbols of `TRACE_SIZES`, facts of the target, or plain numbers."""
-
-BOOL = ("ancestors", "remembering", "drafting")
-FLOAT = ("uniforms", "temperature", "top_p")
-
 NOISY = (
     "torch.onnx._internal.exporter._registration",
     "onnx_ir.passes.common.initializer_deduplication",
 )
 """Loggers of what the exporter says to nobody."""
-
-
-def cache_names(layers: int, prefix: str = "") -> list[str]:
-    """The names of the cache tensors, keys first, as inputs; outputs carry `prefix` "new_"."""
-    return [f"{prefix}{kind}_{layer}" for kind in ("keys", "values") for layer in range(layers)]
 
 
 def _tensor_scatter(cache: Any, rows: Any, index: Any) -> Any:
@@ -202,51 +172,6 @@ class FlatStep(nn.Module):
         states = list(tensors[head + 2 * layers :])
         outputs, caches, new_states = self.step(inputs, Caches(keys, values), states)
         return (*outputs.named().values(), *caches.keys, *caches.values, *new_states)
-
-
-@dataclass(frozen=True)
-class Signature:
-    """The graph's inputs and outputs by name, with their axes."""
-
-    inputs: dict[str, tuple[tuple[str | int, ...], torch.dtype]]
-    outputs: tuple[str, ...]
-
-
-def signature(step: Step, fixed: Mapping[str, int] | None = None) -> Signature:
-    """Names, axes and dtypes of everything that the exported step takes and gives.
-
-    `fixed` gives sizes to symbols: TensorRT wants a static number of cache `slots`.
-    """
-    config = step.target.config
-    sizes: dict[str, int] = {
-        **(fixed or {}),
-        "cached_heads": config.num_layers * 2 * config.num_kv_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "tables": step.drafter.tables,
-    }
-
-    def resolve(axes: tuple[str | int, ...]) -> tuple[str | int, ...]:
-        return tuple(sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in axes)
-
-    real = step.target.cos.dtype
-    inputs: dict[str, tuple[tuple[str | int, ...], torch.dtype]] = {}
-    for name, axes in INPUT_AXES.items():
-        dtype = torch.bool if name in BOOL else torch.float32 if name in FLOAT else torch.int64
-        inputs[name] = (resolve(axes), real if name == "pending" else dtype)
-    for name in cache_names(config.num_layers):
-        dtype = step.target.value_dtype if name.startswith("values") else real
-        inputs[name] = (resolve(("batch", "kv_heads", "slots", "head_dim")), dtype)
-    states = step.drafter.states()
-    for state in states:
-        inputs[state.name] = (resolve(state.shape), state.dtype)
-    outputs = (
-        *OUTPUT_NAMES,
-        *(GROWN_NAMES if isinstance(step.drafter, GrowingDrafter) else ()),
-        *cache_names(config.num_layers, "new_"),
-        *(f"new_{state.name}" for state in states),
-    )
-    return Signature(inputs, outputs)
 
 
 def trace_inputs(facts: Signature) -> tuple[Tensor, ...]:

@@ -27,12 +27,15 @@ class EngineKind:
     branches: bool
     """Whether the graph may hold `If` and `Loop`: TensorRT-RTX 1.7.1 crashes on them at size."""
     package: str
+    exports: bool = True
+    """Whether it takes an ONNX graph; torch takes the step's weights as they are."""
 
 
 ENGINE_KINDS: dict[str, EngineKind] = {
     "ort": EngineKind(("int8", "fp32"), "grouped", False, True, "onnxruntime"),
     "tensorrt-rtx": EngineKind(("fp16", "fp32"), "fused", True, False, "tensorrt-rtx"),
     "tensorrt": EngineKind(("fp16", "fp32"), "fused", True, False, "tensorrt"),
+    "torch": EngineKind(("fp32", "fp16", "bf16"), "stacked", False, True, "torch", exports=False),
 }
 
 

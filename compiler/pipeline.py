@@ -11,7 +11,7 @@ from pathlib import Path
 from forerun import __version__
 from forerun.compiler.certificate import write_golden, write_reference
 from forerun.compiler.check import check_onnx
-from forerun.compiler.export import Signature, export_step
+from forerun.compiler.export import export_step
 from forerun.compiler.options import CompileOptions, recipe, setting, versions
 from forerun.compiler.precision import PRECISIONS
 from forerun.compiler.staging import check_destination, put_in_place, staging
@@ -20,6 +20,9 @@ from forerun.models.checkpoint import Checkpoint, load_checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.drafters import DrafterSource, find_drafter, load_drafter
 from forerun.models.form import form
+from forerun.models.signature import Signature
+from forerun.models.step import Step
+from forerun.models.torch_bundle import STEP_FILE, write_step
 from forerun.runtime.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, load_bundle, write_manifest
 from forerun.runtime.chat import encode_prompt
 from forerun.runtime.manifest import (
@@ -86,7 +89,6 @@ def _build(
     drafter.trim(sizes)
     trees = draft_trees(sizes, drafter)
     manifest = _manifest(options, checkpoint, source, drafter, trees)
-    default = int(manifest.default_tree)
     bundle = Bundle(folder, manifest, checkpoint.tokenizer, checkpoint.chat_template)
     _write_texts(bundle)
     (folder / FORM_FILE).write_text(json.dumps(form(drafter), indent=1) + "\n", encoding="utf-8")
@@ -98,22 +100,39 @@ def _build(
     )
     step.branching = kind.branches
 
-    say("exporting to ONNX")
-    fixed = {"slots": options.capacity} if kind.static_slots else None
-    facts = export_step(step, folder / ONNX_FILE, fixed, kind.branches)
-    say("checking the ONNX file against torch")
-    worst = check_onnx(step, facts, folder / ONNX_FILE, ids, default, precision)
-    say(f"tokens equal; largest logit difference {worst:.2g}")
+    if kind.exports:
+        _export(options, step, manifest, ids, folder, say)
+    else:
+        say("writing the weights")
+        write_step(folder, checkpoint, source, precision, kind.attention, options.acceptance)
     write_golden(step, ids, folder)
-    if kind.static_slots:
-        say(f"building the {options.engine} engine for {options.device}")
-        _build_tensorrt(options, facts, manifest, folder)
     written = write_manifest(folder, manifest)
     if precision == "int8":
         say("answering the verification prompts, and scoring the answers in float32")
         write_reference(checkpoint, load_bundle(folder), prompts[::2], folder)
         written = write_manifest(folder, manifest)
     return written
+
+
+def _export(
+    options: CompileOptions,
+    step: Step,
+    manifest: Manifest,
+    prompt: Sequence[int],
+    folder: Path,
+    say: Say,
+) -> None:
+    """The step as an ONNX file, checked, and as a TensorRT engine where one is asked for."""
+    kind, default = options.kind, int(manifest.default_tree)
+    say("exporting to ONNX")
+    fixed = {"slots": options.capacity} if kind.static_slots else None
+    facts = export_step(step, folder / ONNX_FILE, fixed, kind.branches)
+    say("checking the ONNX file against torch")
+    worst = check_onnx(step, facts, folder / ONNX_FILE, prompt, default, manifest.precision)
+    say(f"tokens equal; largest logit difference {worst:.2g}")
+    if kind.static_slots:
+        say(f"building the {options.engine} engine for {options.device}")
+        _build_tensorrt(options, facts, manifest, folder)
 
 
 def draft_trees(sizes: Sequence[int], drafter: Drafter) -> dict[str, Tree | None]:
@@ -165,10 +184,10 @@ def _manifest(
         drafter=drafter_facts(source, drafter),
         engine=EngineFacts(
             kind=options.engine,
-            file=ENGINE_FILE if options.kind.static_slots else ONNX_FILE,
+            file=_engine_file(options),
             device=options.device if options.kind.static_slots else None,
             versions=versions(options),
-            graph=ONNX_FILE,
+            graph=ONNX_FILE if options.kind.exports else STEP_FILE,
             refit=options.refit,
         ),
         precision=options.real_precision,
@@ -180,6 +199,12 @@ def _manifest(
         setting=basis,
         recipe=recipe(basis, source),
     )
+
+
+def _engine_file(options: CompileOptions) -> str:
+    if not options.kind.exports:
+        return STEP_FILE
+    return ENGINE_FILE if options.kind.static_slots else ONNX_FILE
 
 
 def drafter_facts(source: DrafterSource, drafter: Drafter) -> DrafterFacts:

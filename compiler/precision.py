@@ -47,6 +47,13 @@ def float16_step(
     return float32_step(checkpoint, drafter, capacity, attention, texts).half()
 
 
+def bfloat16_step(
+    checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str, texts: Texts
+) -> Step:
+    """Weights, caches and activations in bfloat16; probabilities stay in float32."""
+    return float32_step(checkpoint, drafter, capacity, attention, texts).bfloat16()
+
+
 def int8_step(
     checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str, texts: Texts
 ) -> Step:
@@ -79,6 +86,7 @@ def int8_drafter(drafter: Drafter) -> Drafter:
 PRECISIONS: dict[str, Precision] = {
     "fp32": Precision(float32_step, lambda drafter: drafter),
     "fp16": Precision(float16_step, lambda drafter: drafter.half()),
+    "bf16": Precision(bfloat16_step, lambda drafter: drafter.bfloat16()),
     "int8": Precision(int8_step, int8_drafter),
 }
 

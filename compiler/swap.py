@@ -22,7 +22,7 @@ from forerun.models.drafter import Drafter
 from forerun.models.drafters import FOLDERLESS, DrafterSource, find_drafter, load_drafter
 from forerun.models.form import difference, form
 from forerun.runtime.bundle import Bundle, load_bundle
-from forerun.runtime.engine import BUILD_ONLY
+from forerun.runtime.engine import BUILT
 from forerun.runtime.manifest import Manifest
 
 Say = Callable[[str], None]
@@ -120,7 +120,12 @@ def _source(bundle: Bundle, name: str) -> DrafterSource:
             "only one of the same kind can take its place; compile a bundle with it"
         )
     engine = bundle.manifest.engine
-    if engine.kind in BUILD_ONLY and not engine.refit:
+    if engine.kind == "torch":
+        raise ForerunError(
+            f"{bundle.path}: a torch bundle is not swapped: compile it again with the "
+            "other drafter, which takes seconds"
+        )
+    if engine.kind in BUILT and not engine.refit:
         raise ForerunError(
             f"{bundle.path}: its engine can't be refitted: compile it again with --refit"
         )

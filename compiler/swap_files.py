@@ -30,7 +30,7 @@ from forerun.runtime.bundle import (
     read_manifest,
     replace_manifest,
 )
-from forerun.runtime.engine import BUILD_ONLY
+from forerun.runtime.engine import BUILT
 from forerun.runtime.manifest import Manifest
 
 Array = NDArray[Any]
@@ -49,7 +49,7 @@ def write_drafter(bundle: Bundle, new: Manifest, weights: dict[str, Array]) -> M
     with staging(folder / "swap") as fresh:
         save_with_drafter(model, fresh / graph, data, weights)
         facts = replace(old.engine, file=graph, graph=graph)
-        if old.engine.kind in BUILD_ONLY:
+        if old.engine.kind in BUILT:
             _refit(bundle, weights, model, fresh / engine)
             facts = replace(facts, file=engine)
         made = {path.name: file_facts(fresh, path.name) for path in fresh.iterdir()}

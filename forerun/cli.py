@@ -41,6 +41,9 @@ COMMANDS = {
         "forerun.runtime.cli:verify_command", "Certify that a bundle is lossless on this machine."
     ),
     "inspect": LazyCommand("forerun.runtime.cli:inspect_command", "Print what a bundle holds."),
+    "doctor": LazyCommand(
+        "forerun.runtime.cli:doctor_command", "Say what this machine can build and run."
+    ),
     "swap": LazyCommand(
         "forerun.compiler.cli:swap_command", "Replace a bundle's drafter without compiling again."
     ),

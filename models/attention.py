@@ -100,10 +100,30 @@ def _tree(
     return mixed
 
 
+def _stacked_mask(sight: Sight, slots: int, group: int, dtype: torch.dtype) -> Tensor:
+    """Additive in float32, `[B, 1, group * T, S]`."""
+    bias = torch.where(_mask(sight, slots), 0.0, float("-inf"))[:, None]  # [B, 1, T, S]
+    return torch.cat([bias] * group, dim=2)
+
+
+def _stacked(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """As `_grouped`, for a device's batched matmuls, which add in float32 by themselves.
+
+    torch's own attention would first repeat the whole cache for every query head of a group.
+    """
+    batch, heads, rows, dim = query.shape
+    stacked = (query * scale).reshape(batch, keys.shape[1], -1, dim)
+    scores = (stacked @ keys.transpose(-1, -2)).to(torch.float32) + bias
+    out = torch.softmax(scores, dim=-1).to(values.dtype) @ values
+    return out.reshape(batch, heads, rows, dim)
+
+
 ATTENTIONS: dict[str, Attention] = {
     "grouped": Attention(_grouped_mask, _grouped, wide_values=True),
     "fused": Attention(_bool_mask, _fused),
     "tree": Attention(_tree_bits, _tree),
+    # For the torch engine.
+    "stacked": Attention(_stacked_mask, _stacked),
     # For eager batches: on a CPU in bfloat16 a seventh faster than the engines' forms.
     "torch": Attention(_bool_mask, _torch),
 }

@@ -23,6 +23,14 @@ class Sampling:
     temperature: Tensor  # [B] float32; 0 is greedy
     top_k: Tensor  # [B] int64; 0 is off
     top_p: Tensor  # [B] float32; 1 is off
+    known: bool | None = None
+    """Whether any row samples, where the host knows: then no tensor has to be read to branch."""
+
+    def any(self) -> Tensor:
+        """Whether any row samples: one bool."""
+        if self.known is not None:
+            return torch.tensor(self.known)
+        return self.temperature.amax(0) > 0
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor, branching: bool = True) -> Tensor:
@@ -36,7 +44,7 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor, branching: bool 
         return choose_tokens(logits, *params, uniform)
     logits = logits.to(torch.float32)
     tensors = (argmax(logits), logits, *params, uniform)
-    return branch(sampling.temperature.amax(0) > 0, _mixed, _greedy, tensors)
+    return branch(sampling.any(), _mixed, _greedy, tensors)
 
 
 def choice(

@@ -188,7 +188,9 @@ class DraftModel(Drafter):
         table = TARGET if self.acceptance == "matching" else DRAFT
         uniforms = committed.uniforms[:, table]  # [B, U]
         uniform = uniforms.gather(1, position.clamp(max=uniforms.shape[1] - 1))
-        sampling = Sampling(committed.temperature, committed.top_k, committed.top_p)
+        sampling = Sampling(
+            committed.temperature, committed.top_k, committed.top_p, committed.sampling
+        )
         if self.acceptance == "matching" and committed.branching:
             token, q = choose(logits, sampling, uniform), logits
         else:

@@ -70,6 +70,8 @@ class Committed:
     top_p: Tensor  # [B] float32
     branching: bool
     """Whether the engine can branch (`forerun.models.branch`)."""
+    sampling: bool | None = None
+    """As `Step.sampling`."""
 
 
 class Vocabulary(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from forerun.models.drafter import NO_TOKEN, Committed, Drafter, GrowingDrafter,
 from forerun.models.grow import Proposal, prune
 from forerun.models.target import CacheUpdate
 
-TENSORS = tuple(field.name for field in fields(Committed) if field.name != "branching")
+FLAGS = ("branching", "sampling")
+TENSORS = tuple(field.name for field in fields(Committed) if field.name not in FLAGS)
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,7 @@ class Drafting:
     def _unpack(self, operands: tuple[Tensor, ...]) -> tuple[Committed, list[Tensor]]:
         count = len(TENSORS)
         named = dict(zip(TENSORS, operands[:count], strict=True))
-        committed = Committed(**named, branching=self.committed.branching)
-        return committed, list(operands[count:])
+        return replace(self.committed, **named), list(operands[count:])
 
 
 def _of_shape(value: Tensor, state: Tensor) -> Tensor:

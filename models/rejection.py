@@ -36,7 +36,7 @@ def draw(
     logits = logits.to(torch.float32)
     operands = (logits, sampling.temperature, sampling.top_k, sampling.top_p, uniform)
     if branching:
-        tokens, q = branch(sampling.temperature.amax(0) > 0, _drawn, _greedy_draft, operands)
+        tokens, q = branch(sampling.any(), _drawn, _greedy_draft, operands)
     else:
         q = temper(logits, sampling.temperature).softmax(-1)
         tokens = _tokens(logits, q, sampling.temperature, uniform)
@@ -64,7 +64,7 @@ def choose_rejecting(
     operands = (logits, q, *parameters, uniforms, children, *reduced)
     if not branching:
         return _chosen(*operands)
-    return branch(sampling.temperature.amax(0) > 0, _chosen, _greedy_choice, operands)
+    return branch(sampling.any(), _chosen, _greedy_choice, operands)
 
 
 def reject(p: Tensor, q: Tensor, children: Tensor, uniforms: Tensor) -> Tensor:

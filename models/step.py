@@ -78,6 +78,8 @@ class Step(nn.Module):
 
     branching = True
     """False computes sampling and drafting always, for an engine that can't branch around them."""
+    sampling: bool | None = None
+    """Whether any row samples, where the host knows; None: the temperatures are looked at."""
 
     def __init__(self, target: Target, drafter: Drafter, pending: int | None = None) -> None:
         super().__init__()
@@ -102,7 +104,9 @@ class Step(nn.Module):
         hidden = forward.hidden[:, inputs.verify]  # [B, R, H]
         logits = self.target.head(hidden)
         chosen = self._choose(inputs, logits, positions, states)
-        first = positions[:, inputs.verify[0]] + 1  # [B] the position after the first verified node
+        # [B] the position after the first verified node; `positions[:, verify[0]]` would have the
+        # host read the index
+        first = positions.index_select(1, inputs.verify[:1])[:, 0] + 1
         tokens = inputs.tokens[:, inputs.verify]
         matching, commit = (
             (accept, select_rows) if self.branching else (accept_fused, select_rows_fused)
@@ -132,7 +136,7 @@ class Step(nn.Module):
         last = row == places.shape[1] - 1
         below = inputs.verify[torch.where(last, row, row + 1)]  # a chain's next node
         children = torch.where(last, NO_TOKEN, inputs.tokens[:, below])
-        sampling = Sampling(inputs.temperature, inputs.top_k, inputs.top_p)
+        sampling = Sampling(inputs.temperature, inputs.top_k, inputs.top_p, self.sampling)
         chosen = self.drafter.choose(logits, sampling, uniforms, children, states, self.branching)
         forced = inputs.forced[:, None]
         return torch.where(forced >= 0, forced, chosen)
@@ -181,6 +185,7 @@ class Step(nn.Module):
             top_k=inputs.top_k,
             top_p=inputs.top_p,
             branching=self.branching,
+            sampling=self.sampling,
         )
 
     def _features(self, forward: Forward, node: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from forerun.errors import ForerunError
 from forerun.runtime.engine import Engine, Request
 from forerun.runtime.loop import Answering, Block, Stats
+from forerun.runtime.pipeline import Steps
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class BatchDecoding(Iterator[Event]):
     def __init__(self, engine: Engine, jobs: Iterable[Job], nodes: int) -> None:
         self.stats: dict[int, Stats] = {}
         self._engine, self._nodes = engine, nodes
+        self._steps = Steps(engine, nodes)
         self._rows: dict[int, tuple[int, Answering]] = {}
         self._events = self._run(enumerate(jobs))
 
@@ -60,11 +62,12 @@ class BatchDecoding(Iterator[Event]):
         try:
             yield from self._fill(jobs)
             while self._rows:
-                committed = self._engine.step(self._nodes)
+                committed = self._steps.next()
                 for row in list(self._rows):
-                    if row in self._rows:  # not cancelled since
+                    tokens = committed[row]
+                    if row in self._rows and tokens is not None:  # neither cancelled nor just begun
                         number, answering = self._rows[row]
-                        yield self._given(row, number, answering.take(committed[row]))
+                        yield self._given(row, number, answering.take(tokens))
                 yield from self._fill(jobs)
         finally:
             for row in list(self._rows):
@@ -84,6 +87,7 @@ class BatchDecoding(Iterator[Event]):
                     yield Event(number, error)
                     continue
                 self._rows[row] = (number, answering)
+                self._steps.joined(row)
                 yield self._given(row, number, answering.first)
 
     def _given(self, row: int, number: int, block: Block) -> Event:

@@ -24,6 +24,11 @@ from forerun.runtime.model import Completion, Model
 from forerun.runtime.prompts import Prompt
 from forerun.runtime.sampling import SamplingParams
 
+PACKAGES = (
+    *("numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu"),
+    *("torch", "tensorrt", "tensorrt-rtx", "cuda-bindings"),
+)
+"""What a step may be run by."""
 RESAMPLES = 2000
 """Bootstrap resamples of the prompts behind an interval."""
 
@@ -179,7 +184,7 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Of everything that takes part in a step."""
     known = {"forerun": __version__, "python": platform.python_version()}
-    for package in ("numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu"):
+    for package in PACKAGES:
         try:
             known[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

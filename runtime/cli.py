@@ -1,4 +1,4 @@
-"""`forerun generate`, `bench`, `verify` and `inspect`."""
+"""`forerun generate`, `bench`, `verify`, `inspect` and `doctor`."""
 
 from __future__ import annotations
 
@@ -246,3 +246,16 @@ def _show(report: dict[str, Any], table: Any, output: Path | None) -> None:
 
 def _tree_words(nodes: str, tree: Tree | None) -> str:
     return f"{nodes} (grown each step)" if tree is None else f"{nodes} (depth {tree.depth})"
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def doctor_command(as_json: bool) -> None:
+    """Says what this machine can build and run, and what to install for the rest."""
+    from forerun.runtime.doctor import examine, table
+
+    report = examine()
+    if as_json:
+        click.echo(json.dumps(report, indent=1, ensure_ascii=False))
+    else:
+        _print(table(report))

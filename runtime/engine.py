@@ -33,8 +33,10 @@ class Engine(Protocol):
     rows: int
     context: int
     """The longest that prompt and new tokens together may get."""
-    seconds: float
-    """Time spent inside the engine so far: what is not in here is the host's."""
+
+    @property
+    def seconds(self) -> float:
+        """Time spent inside the engine so far: what is not in here is the host's."""
 
     def prefill(self, request: Request, nodes: int, row: int = 0) -> list[int]:
         """Forget the row's request, read the prompt in chunks, return the first token.
@@ -58,11 +60,16 @@ class Engine(Protocol):
         """Median milliseconds of a step that verifies and drafts these many nodes."""
 
 
-ENGINES: dict[str, str] = {"ort": "forerun.runtime.engine_ort:OrtEngine"}
-"""Engine kind -> where its class is; imported only when a bundle asks for it."""
+ENGINES: dict[str, str] = {
+    "ort": "forerun.runtime.engine_ort:open_engine",
+    "tensorrt": "forerun.runtime.engine_tensorrt:TensorRtEngine",
+    "tensorrt-rtx": "forerun.runtime.engine_tensorrt:TensorRtEngine",
+    "torch": "forerun.models.engine_torch:TorchEngine",
+}
+"""Engine kind -> what opens it; imported only when a bundle asks for it."""
 
-BUILD_ONLY = ("tensorrt", "tensorrt-rtx")
-"""Kinds that this version builds, but has no loop for yet."""
+BUILT = ("tensorrt", "tensorrt-rtx")
+"""Kinds whose engine is built from the bundle's ONNX graph, for one device."""
 
 
 def load_engine(bundle: Bundle, threads: int | None = None, rows: int = 1) -> Engine:
@@ -71,11 +78,6 @@ def load_engine(bundle: Bundle, threads: int | None = None, rows: int = 1) -> En
     Raises ForerunError where this machine can't run it or its package is missing.
     """
     kind = bundle.manifest.engine.kind
-    if kind in BUILD_ONLY:
-        raise ForerunError(
-            f"{bundle.path}: this version builds {kind} engines but does not run them yet: "
-            "compile with --engine ort to generate on this machine"
-        )
     if kind not in ENGINES:
         raise ForerunError(
             f"{bundle.path}: unknown engine {kind!r}: this version runs {', '.join(ENGINES)}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from forerun.runtime.engine import Engine, Request
+from forerun.runtime.pipeline import Steps
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -147,10 +148,10 @@ class Decoding(Iterator[Block]):
     ) -> Generator[Block]:
         answering = Answering(engine, request, nodes, stop_ids)
         try:
-            block = answering.first
+            block, steps = answering.first, Steps(engine, nodes)
             yield block
             while block.finish is None:
-                block = answering.take(engine.step(nodes)[0])
+                block = answering.take(steps.next()[0] or ())
                 yield block
         finally:
             self.stats = answering.stats

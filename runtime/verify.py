@@ -11,7 +11,7 @@ from forerun.errors import ForerunError
 from forerun.runtime.bench import bundle_facts, machine, versions
 from forerun.runtime.bundle import Bundle, load_bundle
 from forerun.runtime.chat import encode_prompt
-from forerun.runtime.engine import BUILD_ONLY, GREEDY, Engine, load_engine
+from forerun.runtime.engine import BUILT, GREEDY, Engine, load_engine
 from forerun.runtime.model import Model
 from forerun.runtime.numerics import Check, golden, margin, reference, row_independence, tolerances
 from forerun.runtime.prompts import read_prompts
@@ -95,7 +95,7 @@ def _engine_checks(
 def _onnx_checks(bundle: Bundle, config: VerifyConfig) -> Iterator[Check]:
     """The numerics of the graph that the engine was built from, by ONNX Runtime."""
     built = bundle.manifest.engine
-    if built.kind not in BUILD_ONLY or built.graph not in bundle.manifest.files:
+    if built.kind not in BUILT or built.graph not in bundle.manifest.files:
         yield Check("golden", None, "not run: the bundle holds no graph that runs elsewhere", {})
         return
     facts = replace(built, kind="ort", file=built.graph)

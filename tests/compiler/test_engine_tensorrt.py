@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from forerun.compiler.engine_tensorrt import build_engine, let_refit, refit_engine
-from forerun.compiler.export import Signature, export_step
+from forerun.compiler.export import export_step
 from forerun.errors import ForerunError, MissingDependencyError
 from forerun.models.combined import Combined
 from forerun.models.config import RopeConfig, TargetConfig
@@ -24,6 +24,7 @@ from forerun.models.growing import as_growing
 from forerun.models.linear import Linear
 from forerun.models.medusa import Medusa, MedusaConfig
 from forerun.models.ngram import NGram
+from forerun.models.signature import Signature
 from forerun.models.step import Step
 from forerun.models.target import Target
 from forerun.models.weights import tensor_shapes

@@ -13,9 +13,10 @@ pytest.importorskip("onnxscript")
 
 from forerun.compiler.check import check_onnx
 from forerun.compiler.engine_tensorrt import build_engine
-from forerun.compiler.export import export_step, signature
+from forerun.compiler.export import export_step
 from forerun.models.config import RopeConfig
 from forerun.models.eagle import Eagle
+from forerun.models.signature import signature
 from forerun.models.step import Step
 from forerun.models.target import Target
 from forerun.runtime.bundle import load_bundle

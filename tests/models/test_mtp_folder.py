@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from forerun.models.drafters import find_drafter, load_drafter  # noqa: E402
 from forerun.models.mtp_folder import save_mtp  # noqa: E402
 from forerun.models.step import Step  # noqa: E402
 from forerun.models.target import Target  # noqa: E402
+from forerun.models.torch_bundle import write_step  # noqa: E402
 
 HIDDEN, VOCABULARY, SLOTS, PREFIX = 32, 40, 96, "model.mtp_layers.0."
 QWEN2 = transformers.Qwen2Config(
@@ -215,3 +217,25 @@ def test_a_pickle_is_not_read(tmp_path: Path) -> None:
     torch.save(block(), folder / "pytorch_model.bin")
     with pytest.raises(ForerunError, match="only pickled weights"):
         load(folder, checkpoint)
+
+
+def test_a_torch_bundle_holds_the_block_and_not_the_target_again(tmp_path: Path) -> None:
+    mimo(tmp_path / "mimo")
+    checkpoint = load_checkpoint(tmp_path / "mimo")
+    source = find_drafter(str(tmp_path / "mimo"))
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    write_step(bundle, checkpoint, source, "fp32", "stacked", "matching")
+    assert {path.name for path in (bundle / "drafter").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }
+    copied, wanted = load_file(bundle / "drafter" / "model.safetensors"), block()
+    assert copied.keys() == wanted.keys()
+    assert all(torch.equal(copied[name], wanted[name]) for name in wanted)
+    drafters = [
+        load_drafter(replace(source, folder=folder), checkpoint, SLOTS).state_dict()
+        for folder in (tmp_path / "mimo", bundle / "drafter")
+    ]
+    assert drafters[0].keys() == drafters[1].keys()
+    assert all(torch.equal(drafters[0][name], drafters[1][name]) for name in drafters[0])
