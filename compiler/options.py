@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from forerun import __version__
+from forerun.compiler.builder import DEFAULTS, BuilderSettings
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafters import DrafterSource
@@ -44,7 +45,6 @@ class CompileOptions:
     output: Path
     drafter: str = "ngram"
     engine: str = "ort"
-    device: str = "sm_89"
     precision: str | None = None
     capacity: int = 2048
     chunk: int = 256
@@ -52,8 +52,8 @@ class CompileOptions:
     """Numbers of nodes to build steps for; 1 (plain) is always built."""
     acceptance: str = "matching"
     """matching, or rejection where the drafter samples from a distribution that it knows."""
-    refit: bool = False
-    """Build a TensorRT engine whose drafter can be swapped."""
+    builder: BuilderSettings = DEFAULTS
+    """For TensorRT engines."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINE_KINDS:
@@ -69,11 +69,7 @@ class CompileOptions:
                 f"capacity {self.capacity} does not hold two prefill chunks of {self.chunk} "
                 "tokens: raise --capacity"
             )
-        if self.refit and not self.kind.static_slots:
-            raise ForerunError(
-                f"--refit is for TensorRT engines: the drafter of engine {self.engine} can always "
-                "be swapped: leave it out"
-            )
+        self.builder.check(self.engine)
         if any(nodes < 1 or nodes > self.chunk for nodes in self.trees):
             raise ForerunError(f"a tree has 1 to {self.chunk} nodes: --tree {max(self.trees)}")
 
@@ -81,6 +77,11 @@ class CompileOptions:
     def kind(self) -> EngineKind:
         """The engine's facts."""
         return ENGINE_KINDS[self.engine]
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """What a TensorRT engine is built for; none: the GPU present, or no TensorRT engine."""
+        return self.builder.real_devices(self.engine)
 
     @property
     def real_precision(self) -> str:
@@ -106,7 +107,7 @@ def setting(options: CompileOptions, checkpoint: Checkpoint, kind: str) -> str:
         "target": checkpoint.digest,
         "drafter": kind,
         "precision": options.real_precision,
-        "device": options.device if options.kind.static_slots else None,
+        "builder": asdict(options.builder) | {"devices": options.devices},
         "contract": CONTRACT,
         "forerun": __version__,
         "code": code_digest(),

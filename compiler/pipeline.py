@@ -106,7 +106,7 @@ def _build(
     say(f"tokens equal; largest logit difference {worst:.2g}")
     write_golden(step, ids, folder)
     if kind.static_slots:
-        say(f"building the {options.engine} engine for {options.device}")
+        say(f"building the {options.engine} engine for {', '.join(options.devices) or 'this GPU'}")
         _build_tensorrt(options, facts, manifest, folder)
     written = write_manifest(folder, manifest)
     if precision == "int8":
@@ -166,10 +166,10 @@ def _manifest(
         engine=EngineFacts(
             kind=options.engine,
             file=ENGINE_FILE if options.kind.static_slots else ONNX_FILE,
-            device=options.device if options.kind.static_slots else None,
+            devices=options.devices,
             versions=versions(options),
             graph=ONNX_FILE,
-            refit=options.refit,
+            refit=options.builder.refit,
         ),
         precision=options.real_precision,
         capacity=options.capacity,
@@ -241,8 +241,7 @@ def _build_tensorrt(
         facts,
         [prefill, *steps],
         options.engine,
-        options.device,
-        options.refit,
+        options.builder,
     )
 
 
