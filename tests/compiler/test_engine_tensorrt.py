@@ -6,6 +6,7 @@ which runs the same ONNX.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -234,7 +235,7 @@ def test_a_profile_must_size_every_symbol(tmp_path: Path) -> None:
 
 def test_one_engine_serves_several_devices_and_its_layers_lie_beside_it(tmp_path: Path) -> None:
     """Its weights are there once: it is little larger than the engine for one device alone."""
-    trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
     step = Step(tiny_target(), medusa(), pending=PENDING).half()
     step.branching = False
     path = tmp_path / "step.onnx"
@@ -249,8 +250,7 @@ def test_one_engine_serves_several_devices_and_its_layers_lie_beside_it(tmp_path
     found = json.loads((tmp_path / "engine.layers.json").read_text(encoding="utf-8"))
     if not Path("/proc/driver/nvidia/version").exists():
         assert "before the build" in found["what"]
-        updates = [layer for layer in found["layers"] if layer["type"] == "KVCACHE_UPDATE"]
+        updates = [layer for layer in found["layers"] if layer["type"] == "KV_CACHE_UPDATE"]
         assert len(updates) == 2 * 2  # keys and values of two layers
         cache = {"name": "keys_0", "shape": [-1, 2, SLOTS, 64], "dtype": "HALF"}
         assert any(cache in layer["inputs"] for layer in updates)
-    assert trt.LayerType.KVCACHE_UPDATE is not None
