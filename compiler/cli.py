@@ -10,7 +10,7 @@ from forerun.errors import MissingDependencyError
 
 ENGINES = ["ort", "tensorrt-rtx", "tensorrt"]
 ACCEPTANCES = ["matching", "rejection"]
-PRECISIONS = ["int8", "fp32", "fp16"]
+PRECISIONS = ["int8", "fp32", "fp16", "bf16", "int4", "fp8"]
 
 PATH = click.Path(path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")

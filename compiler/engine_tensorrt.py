@@ -138,12 +138,15 @@ def _configure(trt: Any, config: Any, settings: BuilderSettings, devices: Sequen
 
 
 def _build_to_file(trt: Any, builder: Any, network: Any, config: Any, out: Path) -> bool:
-    """Whether the engine is in the file `out` now."""
-    plan = builder.build_serialized_network(network, config)
-    if plan is None:
-        return False
-    out.write_bytes(plan)
-    return True
+    """Whether the engine is in the file `out` now: as it is made, and never whole in memory."""
+    with out.open("wb") as stream:
+
+        class Writer(trt.IStreamWriter):  # type: ignore[misc]
+            def write(self, data: bytes) -> int:
+                return stream.write(data)
+
+        writer = Writer()
+        return bool(builder.build_serialized_network_to_stream(network, config, writer))
 
 
 def let_refit(trt: Any, network: Any, config: Any, onnx_path: Path) -> None:

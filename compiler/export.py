@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from forerun.compiler.initializers import drafter_weights, save_graph, unknown
+from forerun.compiler.low_bits import LOW_BIT_TRANSLATIONS, store_low_bits
 from forerun.models.drafter import GrowingDrafter
 from forerun.models.ops import ACTIVATION_ZERO, HALVINGS, SPAN
 from forerun.models.step import GROWN_NAMES, INPUT_NAMES, OUTPUT_NAMES, Step, StepInputs
@@ -161,6 +162,7 @@ TRANSLATIONS: Mapping[Any, Any] = {
     torch.ops.forerun.matmul_transposed.default: _matmul_transposed,
     torch.ops.forerun.threshold.default: _threshold,
     torch.ops.aten.sym_stride.int: _sym_stride,
+    **LOW_BIT_TRANSLATIONS,
 }
 
 
@@ -346,6 +348,7 @@ def export_step(
             onnx_program.optimize()
     branches_as_loops(model.graph)
     share_zero_points(model.graph)
+    store_low_bits(model.graph)
     name_axes(model.graph, facts)
     RemoveUnusedNodesPass()(model)
     save_graph(model, path)

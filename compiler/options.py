@@ -30,10 +30,11 @@ class EngineKind:
     package: str
 
 
+TENSORRT_PRECISIONS = ("fp16", "bf16", "int4", "fp8", "fp32")
 ENGINE_KINDS: dict[str, EngineKind] = {
     "ort": EngineKind(("int8", "fp32"), "grouped", False, True, "onnxruntime"),
-    "tensorrt-rtx": EngineKind(("fp16", "fp32"), "fused", True, False, "tensorrt-rtx"),
-    "tensorrt": EngineKind(("fp16", "fp32"), "fused", True, False, "tensorrt"),
+    "tensorrt-rtx": EngineKind(TENSORRT_PRECISIONS, "fused", True, False, "tensorrt-rtx"),
+    "tensorrt": EngineKind(TENSORRT_PRECISIONS, "fused", True, False, "tensorrt"),
 }
 
 

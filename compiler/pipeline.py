@@ -97,6 +97,8 @@ def _build(
         checkpoint, drafter, options.capacity, kind.attention, calibration_texts(bundle)
     )
     step.branching = kind.branches
+    if precision != "int8":  # whose answers are scored by the float32 target in the end
+        checkpoint.weights.clear()
 
     say("exporting to ONNX")
     fixed = {"slots": options.capacity} if kind.static_slots else None
@@ -105,6 +107,7 @@ def _build(
     worst = check_onnx(step, facts, folder / ONNX_FILE, ids, default, precision)
     say(f"tokens equal; largest logit difference {worst:.2g}")
     write_golden(step, ids, folder)
+    del step, drafter  # a build needs the memory, and has the files
     if kind.static_slots:
         say(f"building the {options.engine} engine for {', '.join(options.devices) or 'this GPU'}")
         _build_tensorrt(options, facts, manifest, folder)
