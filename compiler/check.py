@@ -99,7 +99,9 @@ def _session(path: Path, runs_here: bool) -> Any:
         raise MissingDependencyError("onnxruntime", "cpu", "checking the ONNX file") from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    if not runs_here:  # three calls are not worth float32 copies of all weights
+    if not runs_here:
+        # Three calls are not worth float32 copies of all weights, and ONNX Runtime's own form of
+        # int4 products, MatMulNBits, would round activations to 8 bits.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.enable_cpu_mem_arena = False
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
