@@ -59,10 +59,10 @@ class BuilderSettings:
     refit: bool = False
     """Let the drafter's weights be replaced in the finished engine."""
 
-    def check(self, engine: str) -> None:
+    def check(self, engine: str, precision: str | None = None) -> None:
         """Raises ForerunError in one line where this `engine` can't be built so.
 
-        Other engines than TensorRT's have no use for a device, which does no harm there.
+        Nor, where it is given, in this precision. Other engines than TensorRT's have no use for a device, which does no harm there.
         """
         flavour = FLAVOURS.get(engine)
         asked = {
@@ -84,6 +84,13 @@ class BuilderSettings:
         if self.workspace is not None and self.workspace < 1:
             raise ForerunError(f"--workspace {self.workspace}: give at least 1 MiB")
         self._check_devices(flavour)
+        oldest = OLDEST.get(precision or "", 0)
+        for device in self.real_devices(engine):
+            if int(device.removeprefix("sm_")) < oldest:
+                raise ForerunError(
+                    f"--device {device}: it has no {precision} arithmetic, which begins with "
+                    f"sm_{oldest}: choose another --precision or --device"
+                )
 
     def _check_devices(self, flavour: Flavour) -> None:
         if self.devices and not flavour.devices:
@@ -105,6 +112,8 @@ class BuilderSettings:
         return self.devices or DEFAULT_DEVICES.get(engine, ())
 
 
+OLDEST: Mapping[str, int] = {"int4": 80, "fp8": 89}
+"""Compute capabilities below these can't have such a precision built for them (tried)."""
 DEFAULTS = BuilderSettings()
 DEFAULT_DEVICES: Mapping[str, tuple[str, ...]] = {"tensorrt-rtx": ("sm_89",)}
 LEAVE = "leave it out"

@@ -70,7 +70,7 @@ class CompileOptions:
                 f"capacity {self.capacity} does not hold two prefill chunks of {self.chunk} "
                 "tokens: raise --capacity"
             )
-        self.builder.check(self.engine)
+        self.builder.check(self.engine, self.real_precision)
         if any(nodes < 1 or nodes > self.chunk for nodes in self.trees):
             raise ForerunError(f"a tree has 1 to {self.chunk} nodes: --tree {max(self.trees)}")
 

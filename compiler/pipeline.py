@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ def _build(
     say(f"tokens equal; largest logit difference {worst:.2g}")
     write_golden(step, ids, folder)
     del step, drafter  # a build needs the memory, and has the files
+    gc.collect()  # what was traced refers to itself
     if kind.static_slots:
         say(f"building the {options.engine} engine for {', '.join(options.devices) or 'this GPU'}")
         _build_tensorrt(options, facts, manifest, folder)

@@ -30,6 +30,26 @@ def test_what_an_engine_does_not_have_is_one_line(engine, settings, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("device", "precision", "fits"),
+    [
+        ("sm_75", "fp16", True),
+        ("sm_75", "int4", False),
+        ("sm_80", "int4", True),
+        ("sm_86", "fp8", False),
+        ("sm_89", "fp8", True),
+    ],
+)
+def test_a_device_must_have_the_precision(device, precision, fits):
+    """test_low_bits.py builds for each of them."""
+    settings = BuilderSettings(("sm_120", device))
+    if fits:
+        settings.check("tensorrt-rtx", precision)
+    else:
+        with pytest.raises(ForerunError, match=f"{device}: it has no {precision} arithmetic"):
+            settings.check("tensorrt-rtx", precision)
+
+
 def test_what_an_engine_has_is_taken():
     every = BuilderSettings((), 64, hardware_compatible=True, version_compatible=True)
     every.check("tensorrt")
