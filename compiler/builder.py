@@ -62,7 +62,8 @@ class BuilderSettings:
     def check(self, engine: str, precision: str | None = None) -> None:
         """Raises ForerunError in one line where this `engine` can't be built so.
 
-        Nor, where it is given, in this precision. Other engines than TensorRT's have no use for a device, which does no harm there.
+        Or not in this precision. Other engines than TensorRT's have no use for a device, which
+        does no harm there.
         """
         flavour = FLAVOURS.get(engine)
         asked = {
@@ -112,7 +113,7 @@ class BuilderSettings:
         return self.devices or DEFAULT_DEVICES.get(engine, ())
 
 
-OLDEST: Mapping[str, int] = {"int4": 80, "fp8": 89}
+OLDEST: Mapping[str, int] = {"bf16": 80, "int4": 80, "fp8": 89}
 """Compute capabilities below these can't have such a precision built for them (tried)."""
 DEFAULTS = BuilderSettings()
 DEFAULT_DEVICES: Mapping[str, tuple[str, ...]] = {"tensorrt-rtx": ("sm_89",)}

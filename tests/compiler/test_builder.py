@@ -34,6 +34,7 @@ def test_what_an_engine_does_not_have_is_one_line(engine, settings, message):
     ("device", "precision", "fits"),
     [
         ("sm_75", "fp16", True),
+        ("sm_75", "bf16", False),
         ("sm_75", "int4", False),
         ("sm_80", "int4", True),
         ("sm_86", "fp8", False),
