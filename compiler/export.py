@@ -278,7 +278,7 @@ def share_zero_points(graph: ir.Graph) -> None:
     """
     shared: dict[str, ir.Value] = {}
     for node in list(graph):
-        if node.op_type != "QuantizeLinear":
+        if node.op_type != "QuantizeLinear" or len(node.inputs) < 3:
             continue
         scale, zero = node.inputs[1], node.inputs[2]
         if scale is None or zero is None or scale.shape is None:
