@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from forerun.compiler.certificate import float32_logits
@@ -35,12 +36,27 @@ def linears(target: Target) -> dict[str, Linear]:
 
 def input_hessians(target: Target, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """X^T X `[K, K]` of each linear layer's inputs over all tokens of `texts`, by weight name."""
+    return over_inputs(target, texts, input_hessian, torch.add)
+
+
+def input_maxima(target: Target, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """The largest magnitude `[]` among each linear layer's inputs, by weight name."""
+    return over_inputs(target, texts, lambda rows: rows.abs().amax(), torch.maximum)
+
+
+def over_inputs(
+    target: Target,
+    texts: Sequence[Sequence[int]],
+    measure: Callable[[Tensor], Tensor],
+    join: Callable[[Tensor, Tensor], Tensor],
+) -> dict[str, Tensor]:
+    """`measure` of each linear layer's inputs `[n, K]`, joined over all tokens of `texts`."""
     totals: dict[str, Tensor] = {}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def add(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            hessian = input_hessian(inputs[0].reshape(-1, inputs[0].shape[-1]))
-            totals[name] = totals[name] + hessian if name in totals else hessian
+            found = measure(inputs[0].reshape(-1, inputs[0].shape[-1]))
+            totals[name] = join(totals[name], found) if name in totals else found
 
         return add
 

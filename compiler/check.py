@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.compiler.eager import EagerStep
+from forerun.compiler.widen import widened
 from forerun.errors import ForerunError, MissingDependencyError
 from forerun.models.signature import Signature
 from forerun.models.step import GROWN_NAMES, Step, StepInputs, StepOutputs
@@ -35,6 +36,8 @@ class Tolerance:
 TOLERANCES = {
     "fp32": Tolerance(2e-3, 1e-3, "max"),  # logits of some tens, summed in another order
     "fp16": Tolerance(0.1, 5e-2, "mean"),
+    "int4": Tolerance(0.1, 5e-2, "mean"),  # float16 on rounded weights
+    "fp8": Tolerance(0.5, 5e-2, "mean"),  # as with int8, see there
     # Eager torch and ONNX Runtime differ by 1e-6 before an activation is rounded. Roundings that
     # flip for it add up over the layers to noise like that of int8 itself, so only its mean counts.
     "int8": Tolerance(0.5, 5e-2, "mean"),
@@ -51,10 +54,16 @@ def check_onnx(
 
     Real outputs must lie within `TOLERANCES` (polygraphy's comparator), and tokens be equal: in
     float32 always, else where the eager margin between the two best logits exceeds the difference.
+    A bfloat16 graph, which ONNX Runtime lacks operators for, is compared in float32 on both sides.
     Raises ForerunError naming the output that differs.
     """
-    session = _session(path)
+    if precision == "bf16":
+        with widened(path) as wide:
+            worst = check_onnx(step.float(), facts, wide, prompt, nodes, "fp32")
+        step.bfloat16()  # as it was: every weight is a bfloat16 number
+        return worst
     slots = facts.inputs["keys_0"][0][2]
+    session = _session(path, runs_here=isinstance(slots, str))
     eager = EagerStep(step, slots if isinstance(slots, int) else 512)
     inputs = eager.prefill_inputs(prompt, [len(prompt) - 1], nodes)
     worst = 0.0
@@ -82,13 +91,19 @@ def check_onnx(
     return worst
 
 
-def _session(path: Path) -> Any:
+def _session(path: Path, runs_here: bool) -> Any:
+    """ONNX Runtime with `path`, which is its engine's own graph only if it `runs_here`."""
     try:
         import onnxruntime
     except ImportError as error:
         raise MissingDependencyError("onnxruntime", "cpu", "checking the ONNX file") from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    if not runs_here:
+        # Three calls are not worth float32 copies of all weights, and ONNX Runtime's own form of
+        # int4 products, MatMulNBits, would round activations to 8 bits.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.enable_cpu_mem_arena = False
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 

@@ -10,7 +10,7 @@ from forerun.errors import MissingDependencyError
 
 ENGINES = ["ort", "tensorrt-rtx", "tensorrt", "torch"]
 ACCEPTANCES = ["matching", "rejection"]
-PRECISIONS = ["int8", "fp32", "fp16", "bf16"]
+PRECISIONS = ["int8", "fp32", "fp16", "bf16", "int4", "fp8"]
 
 PATH = click.Path(path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
@@ -20,7 +20,12 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the manife
 @click.argument("target")
 @click.option("--drafter", default="ngram", show_default=True, help="Name or folder; plain: none.")
 @click.option("--engine", type=click.Choice(ENGINES), default="ort", show_default=True)
-@click.option("--device", default="sm_89", show_default=True, help="GPU that TensorRT builds for.")
+@click.option(
+    "--device",
+    "devices",
+    multiple=True,
+    help="GPU that TensorRT-RTX builds for; may be repeated.  [default: sm_89]",
+)
 @click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
@@ -43,24 +48,35 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the manife
     is_flag=True,
     help="TensorRT: let `forerun swap` replace the drafter; may cost speed.",
 )
+@click.option("--workspace", type=int, help="TensorRT: MiB of scratch memory a layer may use.")
+@click.option(
+    "--hardware-compatible", is_flag=True, help="TensorRT: an engine that newer GPUs run as well."
+)
+@click.option(
+    "--version-compatible", is_flag=True, help="TensorRT: an engine that later versions run."
+)
 @click.option("-o", "--output", type=PATH, required=True)
 @AS_JSON
 def compile_command(
     target: str,
     drafter: str,
     engine: str,
-    device: str,
+    devices: tuple[str, ...],
     precision: str | None,
     capacity: int,
     chunk: int,
     trees: tuple[int, ...],
     acceptance: str,
     refit: bool,
+    workspace: int | None,
+    hardware_compatible: bool,
+    version_compatible: bool,
     output: Path,
     as_json: bool,
 ) -> None:
     """Compile TARGET (smollm2, a Hugging Face folder, a .gguf file) and a drafter into a bundle."""
     try:
+        from forerun.compiler.builder import BuilderSettings
         from forerun.compiler.options import CompileOptions
         from forerun.compiler.pipeline import compile_bundle
     except ImportError as error:
@@ -71,13 +87,12 @@ def compile_command(
         output=output,
         drafter=drafter,
         engine=engine,
-        device=device,
         precision=precision,
         capacity=capacity,
         chunk=chunk,
         trees=trees,
         acceptance=acceptance,
-        refit=refit,
+        builder=BuilderSettings(devices, workspace, hardware_compatible, version_compatible, refit),
     )
     compiled = compile_bundle(options, _say)
     if as_json:

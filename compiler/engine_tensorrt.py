@@ -10,37 +10,21 @@ the machine that this was written on.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import onnx_ir as ir
 
+from forerun.compiler.build_progress import build_watched
+from forerun.compiler.builder import DEFAULTS, FLAVOURS, BuilderSettings, Flavour
 from forerun.compiler.initializers import drafter_weights
+from forerun.compiler.layers import LAYERS_FILE, write_layers
+from forerun.compiler.timing_cache import kept_timings
 from forerun.errors import ForerunError, MissingDependencyError
 from forerun.models.signature import Signature
-
-DEVICES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
-"""Compute capabilities that TensorRT-RTX builds for (1.7.1); Hopper (sm_90) is not among them."""
-
-
-@dataclass(frozen=True)
-class Flavour:
-    """One of the TensorRT products."""
-
-    module: str
-    extra: str
-    title: str
-    cross_builds: bool
-    """Whether it builds for a named device; otherwise for the GPU that is present."""
-
-
-FLAVOURS: Mapping[str, Flavour] = {
-    "tensorrt-rtx": Flavour("tensorrt_rtx", "rtx", "TensorRT-RTX", cross_builds=True),
-    "tensorrt": Flavour("tensorrt", "trt", "TensorRT", cross_builds=False),
-}
 
 
 def build_engine(
@@ -49,24 +33,21 @@ def build_engine(
     signature: Signature,
     profiles: Sequence[Mapping[str, int]],
     flavour: str,
-    device: str = "sm_89",
-    refit: bool = False,
+    settings: BuilderSettings = DEFAULTS,
 ) -> dict[str, str]:
     """Build the step in `onnx_path` (weights beside it) into the engine file `out`.
 
-    Each profile gives a size to every symbol of `signature` that was left open. With `refit` the
-    drafter's weights can be replaced later (`refit_engine`), no others. Returns the versions of
-    what built it. `out` is only ever seen complete. Raises ForerunError in one line: unknown
-    flavour or device, absent package, a graph that doesn't parse, a failed build.
+    Each profile gives a size to every symbol of `signature` that was left open. One engine serves
+    all of the settings' devices. Its layers are written beside it (`LAYERS_FILE`). Returns the
+    versions of what built it. `out` is only ever seen complete. Raises ForerunError in one line:
+    unknown flavour, settings that it doesn't have, absent package, a graph that doesn't parse, a
+    failed build.
     """
     chosen = FLAVOURS.get(flavour)
     if chosen is None:
         raise ForerunError(f"engine {flavour!r}: unknown; offered: {', '.join(FLAVOURS)}")
+    settings.check(flavour)
     trt = _load(chosen)
-    if chosen.cross_builds and device not in DEVICES:
-        raise ForerunError(
-            f"device {device!r}: {chosen.title} can't build for it; offered: {', '.join(DEVICES)}"
-        )
     if not onnx_path.is_file():
         raise ForerunError(f"{onnx_path}: no such ONNX file")
     if not profiles:
@@ -79,21 +60,27 @@ def build_engine(
     if not network.num_outputs:  # the parser takes some garbage for an empty graph
         raise ForerunError(f"{onnx_path}: TensorRT can't parse it: it holds no ONNX graph")
     config = builder.create_builder_config()
-    if chosen.cross_builds:
-        config.num_compute_capabilities = 1
-        capability = device.removeprefix("sm_")
-        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability}"), 0)
-    if refit:
+    _configure(trt, config, settings, settings.real_devices(flavour))
+    if settings.refit:
         let_refit(trt, network, config, onnx_path)
     for sizes in profiles:
         _add_profile(builder, config, network, signature, sizes)
-    plan = builder.build_serialized_network(network, config)
-    if plan is None:
-        # TensorRT-RTX 1.7.1 without a GPU: not even a lone MatMul builds to be refitted.
-        gpu = " to be refitted (leave out --refit where there is no GPU)" if refit else ""
-        raise ForerunError(f"{onnx_path}: {chosen.title} can't build it{gpu}: {_first(log.errors)}")
-    _write(plan, out)
-    return {flavour: str(trt.__version__)}
+    version = str(trt.__version__)
+    timings = kept_timings(config, flavour, version) if chosen.timing_cache else nullcontext()
+    with _partial(out) as partial, timings:
+
+        def build() -> bool:
+            return _build_to_file(trt, builder, network, config, partial)
+
+        if not build_watched(trt, config, build, f"{chosen.title} engine"):
+            # TensorRT-RTX 1.7.1 without a GPU: not even a lone MatMul builds to be refitted.
+            gpu = " to be refitted (leave out --refit where there is no GPU)"
+            raise ForerunError(
+                f"{onnx_path}: {chosen.title} can't build it{gpu if settings.refit else ''}: "
+                f"{_first(log.errors)}"
+            )
+        write_layers(trt, log, network, partial, out.with_name(LAYERS_FILE))
+    return {flavour: version}
 
 
 def refit_engine(engine: Path, out: Path, weights: Mapping[str, Any], flavour: str) -> None:
@@ -120,17 +107,46 @@ def refit_engine(engine: Path, out: Path, weights: Mapping[str, Any], flavour: s
         raise ForerunError(f"{engine}: {chosen.title} can't refit it: {_first(log.errors)}")
     config = loaded.create_serialization_config()
     config.set_flag(trt.SerializationFlag.INCLUDE_REFIT)  # the next swap needs it too
-    _write(loaded.serialize_with_config(config), out)
+    with _partial(out) as partial:
+        partial.write_bytes(loaded.serialize_with_config(config))
 
 
-def _write(plan: Any, out: Path) -> None:
-    """`out` is only ever seen complete."""
+@contextmanager
+def _partial(out: Path) -> Iterator[Path]:
+    """A file to write that becomes `out` at the end: `out` is only ever seen complete."""
     partial = out.with_name(out.name + ".partial")
     try:
-        partial.write_bytes(plan)
+        yield partial
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _configure(trt: Any, config: Any, settings: BuilderSettings, devices: Sequence[str]) -> None:
+    """Everything of `settings` but refitting, which names weights."""
+    if devices:
+        config.num_compute_capabilities = len(devices)
+    for index, device in enumerate(devices):
+        capability = getattr(trt.ComputeCapability, f"SM{device.removeprefix('sm_')}")
+        config.set_compute_capability(capability, index)
+    if settings.workspace is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace << 20)
+    if settings.hardware_compatible:
+        config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.AMPERE_PLUS
+    if settings.version_compatible:
+        config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
+
+
+def _build_to_file(trt: Any, builder: Any, network: Any, config: Any, out: Path) -> bool:
+    """Whether the engine is in the file `out` now: as it is made, and never whole in memory."""
+    with out.open("wb") as stream:
+
+        class Writer(trt.IStreamWriter):  # type: ignore[misc]
+            def write(self, data: bytes) -> int:
+                return stream.write(data)
+
+        writer = Writer()
+        return bool(builder.build_serialized_network_to_stream(network, config, writer))
 
 
 def let_refit(trt: Any, network: Any, config: Any, onnx_path: Path) -> None:

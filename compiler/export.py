@@ -20,6 +20,7 @@ from torch.export import Dim
 
 from forerun.compiler.functions import Recorder, Uses, define
 from forerun.compiler.initializers import drafter_weights, save_graph, unknown
+from forerun.compiler.low_bits import LOW_BIT_TRANSLATIONS, store_low_bits
 from forerun.models.ops import ACTIVATION_ZERO, HALVINGS, SPAN
 from forerun.models.signature import Signature, signature
 from forerun.models.step import INPUT_NAMES, Step, StepInputs
@@ -153,6 +154,7 @@ TRANSLATIONS: Mapping[Any, Any] = {
     torch.ops.forerun.threshold.default: _threshold,
     torch.ops.forerun.pack_ancestors.default: _pack_ancestors,
     torch.ops.aten.sym_stride.int: _sym_stride,
+    **LOW_BIT_TRANSLATIONS,
 }
 
 
@@ -223,7 +225,7 @@ def share_zero_points(graph: ir.Graph) -> None:
     """
     shared: dict[str, ir.Value] = {}
     for node in list(graph):
-        if node.op_type != "QuantizeLinear":
+        if node.op_type != "QuantizeLinear" or len(node.inputs) < 3:
             continue
         scale, zero = node.inputs[1], node.inputs[2]
         if scale is None or zero is None or scale.shape is None:
@@ -322,6 +324,7 @@ def export_step(
     export_functions(model, recorder.uses, loops)
     branches_as_loops(model.graph)
     share_zero_points(model.graph)
+    store_low_bits(model.graph)
     name_axes(model.graph, facts)
     RemoveUnusedNodesPass()(model)
     save_graph(model, path)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from forerun import __version__
+from forerun.compiler.builder import DEFAULTS, BuilderSettings
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafters import DrafterSource
@@ -31,10 +32,11 @@ class EngineKind:
     """Whether it takes an ONNX graph; torch takes the step's weights as they are."""
 
 
+TENSORRT_PRECISIONS = ("fp16", "bf16", "int4", "fp8", "fp32")
 ENGINE_KINDS: dict[str, EngineKind] = {
     "ort": EngineKind(("int8", "fp32"), "grouped", False, True, "onnxruntime"),
-    "tensorrt-rtx": EngineKind(("fp16", "fp32"), "fused", True, False, "tensorrt-rtx"),
-    "tensorrt": EngineKind(("fp16", "fp32"), "fused", True, False, "tensorrt"),
+    "tensorrt-rtx": EngineKind(TENSORRT_PRECISIONS, "fused", True, False, "tensorrt-rtx"),
+    "tensorrt": EngineKind(TENSORRT_PRECISIONS, "fused", True, False, "tensorrt"),
     "torch": EngineKind(("fp32", "fp16", "bf16"), "stacked", False, True, "torch", exports=False),
 }
 
@@ -47,7 +49,6 @@ class CompileOptions:
     output: Path
     drafter: str = "ngram"
     engine: str = "ort"
-    device: str = "sm_89"
     precision: str | None = None
     capacity: int = 2048
     chunk: int = 256
@@ -55,8 +56,8 @@ class CompileOptions:
     """Numbers of nodes to build steps for; 1 (plain) is always built."""
     acceptance: str = "matching"
     """matching, or rejection where the drafter samples from a distribution that it knows."""
-    refit: bool = False
-    """Build a TensorRT engine whose drafter can be swapped."""
+    builder: BuilderSettings = DEFAULTS
+    """For TensorRT engines."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINE_KINDS:
@@ -72,11 +73,7 @@ class CompileOptions:
                 f"capacity {self.capacity} does not hold two prefill chunks of {self.chunk} "
                 "tokens: raise --capacity"
             )
-        if self.refit and not self.kind.static_slots:
-            raise ForerunError(
-                f"--refit is for TensorRT engines: the drafter of engine {self.engine} can always "
-                "be swapped: leave it out"
-            )
+        self.builder.check(self.engine, self.real_precision)
         if any(nodes < 1 or nodes > self.chunk for nodes in self.trees):
             raise ForerunError(f"a tree has 1 to {self.chunk} nodes: --tree {max(self.trees)}")
 
@@ -84,6 +81,11 @@ class CompileOptions:
     def kind(self) -> EngineKind:
         """The engine's facts."""
         return ENGINE_KINDS[self.engine]
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """What a TensorRT engine is built for; none: the GPU present, or no TensorRT engine."""
+        return self.builder.real_devices(self.engine)
 
     @property
     def real_precision(self) -> str:
@@ -109,7 +111,7 @@ def setting(options: CompileOptions, checkpoint: Checkpoint, kind: str) -> str:
         "target": checkpoint.digest,
         "drafter": kind,
         "precision": options.real_precision,
-        "device": options.device if options.kind.static_slots else None,
+        "builder": asdict(options.builder) | {"devices": options.devices},
         "contract": CONTRACT,
         "forerun": __version__,
         "code": code_digest(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,13 +100,20 @@ def _build(
         checkpoint, drafter, options.capacity, kind.attention, calibration_texts(bundle)
     )
     step.branching = kind.branches
-
+    facts = None
     if kind.exports:
-        _export(options, step, manifest, ids, folder, say)
+        if precision != "int8":  # whose answers are scored by the float32 target in the end
+            checkpoint.weights.clear()
+        facts = _export(options, step, manifest, ids, folder, say)
     else:
         say("writing the weights")
         write_step(folder, checkpoint, source, precision, kind.attention, options.acceptance)
     write_golden(step, ids, folder)
+    del step, drafter  # a build needs the memory, and has the files
+    gc.collect()  # what was traced refers to itself
+    if facts is not None and kind.static_slots:
+        say(f"building the {options.engine} engine for {', '.join(options.devices) or 'this GPU'}")
+        _build_tensorrt(options, facts, manifest, folder)
     written = write_manifest(folder, manifest)
     if precision == "int8":
         say("answering the verification prompts, and scoring the answers in float32")
@@ -121,8 +129,8 @@ def _export(
     prompt: Sequence[int],
     folder: Path,
     say: Say,
-) -> None:
-    """The step as an ONNX file, checked, and as a TensorRT engine where one is asked for."""
+) -> Signature:
+    """The step as an ONNX file, checked."""
     kind, default = options.kind, int(manifest.default_tree)
     say("exporting to ONNX")
     fixed = {"slots": options.capacity} if kind.static_slots else None
@@ -130,9 +138,7 @@ def _export(
     say("checking the ONNX file against torch")
     worst = check_onnx(step, facts, folder / ONNX_FILE, prompt, default, manifest.precision)
     say(f"tokens equal; largest logit difference {worst:.2g}")
-    if kind.static_slots:
-        say(f"building the {options.engine} engine for {options.device}")
-        _build_tensorrt(options, facts, manifest, folder)
+    return facts
 
 
 def draft_trees(sizes: Sequence[int], drafter: Drafter) -> dict[str, Tree | None]:
@@ -185,10 +191,10 @@ def _manifest(
         engine=EngineFacts(
             kind=options.engine,
             file=_engine_file(options),
-            device=options.device if options.kind.static_slots else None,
+            devices=options.devices,
             versions=versions(options),
             graph=ONNX_FILE if options.kind.exports else STEP_FILE,
-            refit=options.refit,
+            refit=options.builder.refit,
         ),
         precision=options.real_precision,
         capacity=options.capacity,
@@ -266,8 +272,7 @@ def _build_tensorrt(
         facts,
         [prefill, *steps],
         options.engine,
-        options.device,
-        options.refit,
+        options.builder,
     )
 
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from forerun.compiler.calibrate import input_hessians, linears
+from forerun.compiler.blocks import block_size, float8_scale, quantize_blocks, quantize_float8
+from forerun.compiler.calibrate import input_hessians, input_maxima, linears
 from forerun.compiler.quantize import quantize_weight
 from forerun.compiler.rotate import original_basis, rotate
 from forerun.compiler.smooth import smooth
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import Drafter
-from forerun.models.linear import Int8Embedding, Int8Linear, Linear
+from forerun.models.linear import Float8Linear, Int4Linear, Int8Embedding, Int8Linear, Linear
 from forerun.models.step import Step
 from forerun.models.target import Target, TiedHead
 
@@ -44,14 +45,22 @@ def float16_step(
     checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str, texts: Texts
 ) -> Step:
     """Weights, caches and activations in float16; probabilities stay in float32."""
-    return float32_step(checkpoint, drafter, capacity, attention, texts).half()
+    return cast_step(checkpoint, drafter, capacity, attention, torch.float16)
 
 
 def bfloat16_step(
     checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str, texts: Texts
 ) -> Step:
-    """Weights, caches and activations in bfloat16; probabilities stay in float32."""
-    return float32_step(checkpoint, drafter, capacity, attention, texts).bfloat16()
+    """The same in bfloat16."""
+    return cast_step(checkpoint, drafter, capacity, attention, torch.bfloat16)
+
+
+def cast_step(
+    checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str, dtype: torch.dtype
+) -> Step:
+    """Everything but probabilities in `dtype`. Weights are cast before they are copied."""
+    weights = {name: weight.to(dtype) for name, weight in checkpoint.weights.items()}
+    return Step(Target(checkpoint.config, weights, capacity, attention), drafter).eval().to(dtype)
 
 
 def int8_step(
@@ -83,10 +92,61 @@ def int8_drafter(drafter: Drafter) -> Drafter:
     return drafter
 
 
+def int4_step(
+    checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str, texts: Texts
+) -> Step:
+    """float16, but for the weights of the target's blocks: 4 bits, rounded with error feedback.
+
+    Embedding, head and drafter stay in float16, and so does a layer whose inputs fill no blocks.
+    """
+    hessians = input_hessians(_calibrated(checkpoint, attention, texts), texts)
+    step = float16_step(checkpoint, drafter, capacity, attention, texts)
+    for name, block, place, layer in _block_linears(step.target):
+        size = block_size(len(layer.weight))
+        if size is not None:
+            codes, scale = quantize_blocks(layer.weight.T, size, hessians[name])
+            setattr(block, place, Int4Linear(codes, scale, layer.bias))
+    return step.half()
+
+
+def float8_step(
+    checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str, texts: Texts
+) -> Step:
+    """float16, but for the matrix products in the target's blocks: 8 bit floats on both sides.
+
+    Embedding, head, attention and drafter stay in float16.
+    """
+    maxima = input_maxima(_calibrated(checkpoint, attention, texts), texts)
+    step = float16_step(checkpoint, drafter, capacity, attention, texts)
+    for name, block, place, layer in _block_linears(step.target):
+        codes, scale = quantize_float8(layer.weight)
+        input_scale = float8_scale(maxima[name])
+        setattr(block, place, Float8Linear(codes, scale, input_scale, layer.bias))
+    return step.half()
+
+
+def _calibrated(checkpoint: Checkpoint, attention: str, texts: Texts) -> Target:
+    """The float32 target, just long enough to read each of `texts`."""
+    return Target(checkpoint.config, checkpoint.weights, max(map(len, texts)), attention).eval()
+
+
+def _block_linears(target: Target) -> list[tuple[str, nn.Module, str, Linear]]:
+    """(weight's name, block, place in the block, layer) of every linear layer but the head."""
+    places = {id(layer): name for name, layer in linears(target).items()}
+    return [
+        (places[id(layer)], block, place, layer)
+        for block in target.blocks
+        for place, layer in block.named_children()
+        if isinstance(layer, Linear)
+    ]
+
+
 PRECISIONS: dict[str, Precision] = {
     "fp32": Precision(float32_step, lambda drafter: drafter),
     "fp16": Precision(float16_step, lambda drafter: drafter.half()),
     "bf16": Precision(bfloat16_step, lambda drafter: drafter.bfloat16()),
+    "int4": Precision(int4_step, lambda drafter: drafter.half()),
+    "fp8": Precision(float8_step, lambda drafter: drafter.half()),
     "int8": Precision(int8_step, int8_drafter),
 }
 

@@ -1,11 +1,20 @@
-"""Linear layers, full precision and int8. Weights lie as `[K, N]`, the way a matmul reads them."""
+"""Linear layers: full precision, int8, and weights of 4 or 8 bits for GPUs.
+
+Weights lie as `[K, N]`, the way a matmul reads them.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from forerun.models.ops import matmul_integer, quantize_rows
+from forerun.models.ops import (
+    dequantize_blocks,
+    dequantize_float8,
+    matmul_integer,
+    quantize_rows,
+    round_float8,
+)
 
 
 class Linear(nn.Module):
@@ -47,6 +56,48 @@ class Int8Linear(nn.Module):
             shape = x.shape[:-1]
             product, scale = product.reshape(*shape, -1), scale.reshape(*shape, 1)
         y: Tensor = product.to(torch.float32) * self.scale * scale
+        return y if self.bias is None else y + self.bias
+
+
+class Int4Linear(nn.Module):
+    """Weights of 4 bits with a scale a block of input channels; activations stay as they are."""
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.contiguous())  # [K, N] int8, -8 to 7
+        self.register_buffer("scale", scale)  # [K / block, N]
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ dequantize_blocks(self.weight, self.scale)
+        return y if self.bias is None else y + self.bias
+
+
+class Float8Linear(nn.Module):
+    """Weights and what they multiply in 8 bit floating point (E4M3).
+
+    One scale an output channel, and one for all activations, fixed beforehand: rows don't see each
+    other.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    input_scale: Tensor
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor, input_scale: Tensor, bias: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.contiguous())  # [K, N] the bits as uint8
+        self.register_buffer("scale", scale)  # [N]
+        self.register_buffer("input_scale", input_scale)  # []
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = round_float8(x, self.input_scale) @ dequantize_float8(self.weight, self.scale)
         return y if self.bias is None else y + self.bias
 
 

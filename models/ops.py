@@ -2,7 +2,8 @@
 
 `forerun.compiler.export` translates them one to one: `tensor_scatter` to TensorScatter (opset 24),
 `quantize_rows` to QuantizeLinear, `matmul_integer` to MatMulInteger, `matmul_transposed` to Gemm,
-`threshold` to a Loop.
+`threshold` to a Loop, those of 4 and 8 bit floating weights to QuantizeLinear and DequantizeLinear
+(`forerun.compiler.low_bits`).
 """
 
 from __future__ import annotations
@@ -94,3 +95,40 @@ def threshold(values: Tensor, measure: Tensor, wanted: Tensor) -> Tensor:
 @threshold.register_fake
 def _(values: Tensor, measure: Tensor, wanted: Tensor) -> Tensor:
     return values.new_empty((*values.shape[:-1], 1))
+
+
+@torch.library.custom_op("forerun::dequantize_blocks", mutates_args=())
+def dequantize_blocks(codes: Tensor, scale: Tensor) -> Tensor:
+    """int4 `codes` `[K, N]` (held as int8) -> weights, one scale a block (`scale` `[K / b, N]`)."""
+    return codes.to(scale.dtype) * scale.repeat_interleave(len(codes) // len(scale), dim=0)
+
+
+@dequantize_blocks.register_fake
+def _(codes: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(codes, dtype=scale.dtype)
+
+
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_MAX = 448.0
+
+
+@torch.library.custom_op("forerun::dequantize_float8", mutates_args=())
+def dequantize_float8(codes: Tensor, scale: Tensor) -> Tensor:
+    """FLOAT8 `codes` `[K, N]` (their bits as uint8) -> weights, one scale a column (`[N]`)."""
+    return codes.view(FLOAT8).to(scale.dtype) * scale
+
+
+@dequantize_float8.register_fake
+def _(codes: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(codes, dtype=scale.dtype)
+
+
+@torch.library.custom_op("forerun::round_float8", mutates_args=())
+def round_float8(x: Tensor, scale: Tensor) -> Tensor:
+    """`x` rounded to FLOAT8 numbers times `scale` `[]`; what lies beyond them saturates."""
+    return (x / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8).to(x.dtype) * scale
+
+
+@round_float8.register_fake
+def _(x: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(x)

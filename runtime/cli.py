@@ -195,7 +195,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
                 "drafter": f"{drafter.name} ({drafter.kind})",
                 **{f"  {name}": value for name, value in drafter.options.items()},
                 "  digest": drafter.digest[:16],
-                "engine": f"{engine.kind} {engine.device or ''}".strip(),
+                "engine": " ".join((engine.kind, *engine.devices)),
                 **{f"  {name}": version for name, version in engine.versions.items()},
                 "precision": manifest.precision,
                 "capacity": f"{manifest.capacity} slots",

@@ -70,7 +70,8 @@ class EngineFacts:
 
     kind: str
     file: str
-    device: str | None
+    devices: tuple[str, ...]
+    """The GPUs (`sm_89`) that a TensorRT engine was built for, where they were named."""
     versions: dict[str, str]
     graph: str = "model.onnx"
     """The ONNX file that `file` was built from, or is."""

@@ -142,7 +142,7 @@ def tiny_manifest(drafter: Any, trees: dict[int, Tree | None]) -> Manifest:
             tuple(StateFacts(state.name, state.cache) for state in drafter.states()),
             drafter.tables,
         ),
-        engine=EngineFacts("ort", "model.onnx", None, {}),
+        engine=EngineFacts("ort", "model.onnx", (), {}),
         precision="fp32",
         capacity=CAPACITY,
         pending=PENDING,

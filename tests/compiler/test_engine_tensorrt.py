@@ -6,6 +6,7 @@ which runs the same ONNX.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import onnx
 import pytest
 import torch
 
+from forerun.compiler.builder import BuilderSettings
 from forerun.compiler.engine_tensorrt import build_engine, let_refit, refit_engine
 from forerun.compiler.export import export_step
 from forerun.errors import ForerunError, MissingDependencyError
@@ -31,6 +33,8 @@ from forerun.models.weights import tensor_shapes
 
 SLOTS, HIDDEN, VOCAB, PENDING = 256, 64, 500, 5
 NOTHING = Signature({}, ())
+SM_90 = BuilderSettings(("sm_90",))
+REFIT = BuilderSettings(refit=True)
 STEP = {
     "batch": 1,
     "nodes": 8,
@@ -143,7 +147,7 @@ def test_what_can_be_refitted_only_with_a_gpu_is_one_line(tmp_path: Path) -> Non
     path, out = tmp_path / "step.onnx", tmp_path / "engine"
     facts = export_step(step, path, {"slots": SLOTS}, loops=False)
     with pytest.raises(ForerunError, match="leave out --refit") as caught:
-        build_engine(path, out, facts, [STEP, PREFILL, PLAIN], "tensorrt-rtx", refit=True)
+        build_engine(path, out, facts, [STEP, PREFILL, PLAIN], "tensorrt-rtx", REFIT)
     assert "\n" not in str(caught.value) and not out.exists()
     build_engine(path, out, facts, [STEP, PREFILL, PLAIN], "tensorrt-rtx")
     with pytest.raises(ForerunError, match="can't load it here to refit it"):
@@ -182,8 +186,8 @@ def test_an_unknown_flavour_lists_those_offered(tmp_path: Path) -> None:
 
 def test_an_unknown_device_lists_those_offered(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
-    with pytest.raises(ForerunError, match=r"'sm_90'.*offered: sm_75, .*, sm_121$"):
-        build_engine(tmp_path / "a", tmp_path / "e", NOTHING, [STEP], "tensorrt-rtx", "sm_90")
+    with pytest.raises(ForerunError, match=r"sm_90: .*offered: sm_75, .*, sm_121$"):
+        build_engine(tmp_path / "a", tmp_path / "e", NOTHING, [STEP], "tensorrt-rtx", SM_90)
 
 
 def test_a_broken_onnx_file_is_one_line(tmp_path: Path) -> None:
@@ -226,5 +230,28 @@ def test_a_profile_must_size_every_symbol(tmp_path: Path) -> None:
     with pytest.raises(ForerunError, match="gives no size to 'nodes'"):
         build_engine(path, tmp_path / "e", facts, [{"batch": 1}], "tensorrt-rtx")
     out = tmp_path / "e"
-    build_engine(path, out, facts, [{"nodes": 4}], "tensorrt-rtx", "sm_120")
+    build_engine(path, out, facts, [{"nodes": 4}], "tensorrt-rtx", BuilderSettings(("sm_120",)))
     assert out.stat().st_size > 0
+
+
+def test_one_engine_serves_several_devices_and_its_layers_lie_beside_it(tmp_path: Path) -> None:
+    """Its weights are there once: it is little larger than the engine for one device alone."""
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    step = Step(tiny_target(), medusa(), pending=PENDING).half()
+    step.branching = False
+    path = tmp_path / "step.onnx"
+    facts = export_step(step, path, {"slots": SLOTS}, loops=False)
+    sizes = {}
+    for devices in (("sm_89",), ("sm_120", "sm_89")):
+        out = tmp_path / "-".join(devices)
+        settings = BuilderSettings(devices, workspace=256)
+        build_engine(path, out, facts, [STEP, PREFILL, PLAIN], "tensorrt-rtx", settings)
+        sizes[devices] = out.stat().st_size
+    assert sizes["sm_89",] < sizes["sm_120", "sm_89"] < 1.1 * sizes["sm_89",]
+    found = json.loads((tmp_path / "engine.layers.json").read_text(encoding="utf-8"))
+    if not Path("/proc/driver/nvidia/version").exists():
+        assert "before the build" in found["what"]
+        updates = [layer for layer in found["layers"] if layer["type"] == "KV_CACHE_UPDATE"]
+        assert len(updates) == 2 * 2  # keys and values of two layers
+        cache = {"name": "keys_0", "shape": [-1, 2, SLOTS, 64], "dtype": "HALF"}
+        assert any(cache in layer["inputs"] for layer in updates)

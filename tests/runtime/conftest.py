@@ -127,7 +127,7 @@ def manifest() -> Manifest:
         forerun="0.1.0",
         target=facts(),
         drafter=DrafterFacts("medusa", "tiny heads", {"heads": 3, "loss": 0.5, "data": "chat"}),
-        engine=EngineFacts("ort", "model.onnx", None, {"onnxruntime": "1.32.0"}),
+        engine=EngineFacts("ort", "model.onnx", (), {"onnxruntime": "1.32.0"}),
         precision="float32",
         capacity=256,
         pending=4,

@@ -200,7 +200,7 @@ def test_an_engine_that_forgets_nothing_fails(
 
 def test_an_engine_that_this_machine_cannot_run(folder: Path) -> None:
     (folder / "engine.plan").write_bytes(b"plan")
-    rewrite(folder, engine=EngineFacts("tensorrt", "engine.plan", "sm_89", {}))
+    rewrite(folder, engine=EngineFacts("tensorrt", "engine.plan", ("sm_89",), {}))
     certificate = verify(folder, FEW)
     checks = found(certificate)
     assert certificate.passed
@@ -223,14 +223,14 @@ def test_a_graph_of_static_capacity(folder: Path) -> None:
         elif value.name == "history":
             axes[1].dim_value = 300
     onnx.save(model, folder / "model.onnx")
-    rewrite(folder, engine=EngineFacts("tensorrt", "prompts.jsonl", "sm_89", {}))
+    rewrite(folder, engine=EngineFacts("tensorrt", "prompts.jsonl", ("sm_89",), {}))
     check = found(verify(folder, FEW))["golden"]
     assert check.passed and check.facts["top1_agreement"] == 1.0
 
 
 def test_a_graph_that_onnx_runtime_cannot_run(folder: Path) -> None:
     (folder / "model.onnx").write_bytes(b"other ops")
-    rewrite(folder, engine=EngineFacts("tensorrt", "prompts.jsonl", "sm_89", {}))
+    rewrite(folder, engine=EngineFacts("tensorrt", "prompts.jsonl", ("sm_89",), {}))
     check = found(verify(folder, FEW))["golden"]
     assert check.passed is None and "not run" in check.detail
     (folder / "model.onnx").unlink()

@@ -1,0 +1,94 @@
+"""Precisions that only TensorRT engines run: checked as ONNX against torch, and built for real."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+from safetensors.torch import save_file  # noqa: E402
+
+from forerun.compiler import pipeline  # noqa: E402
+from forerun.compiler.builder import BuilderSettings  # noqa: E402
+from forerun.compiler.options import CompileOptions  # noqa: E402
+from forerun.compiler.pipeline import compile_bundle  # noqa: E402
+from forerun.errors import ForerunError  # noqa: E402
+from forerun.models.hf_config import config_from_json  # noqa: E402
+from forerun.models.weights import tensor_shapes  # noqa: E402
+from forerun.runtime.bundle import load_bundle  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def checkpoint_folder(tmp_path_factory, tiny_checkpoint_folder):
+    """Wider than the tiny checkpoint: TensorRT-RTX has no kernels for heads of 8.
+
+    Its layers read 128, 192 and 256 channels: blocks of both sizes.
+    """
+    folder = tmp_path_factory.mktemp("checkpoint") / "wide"
+    shutil.copytree(tiny_checkpoint_folder, folder)
+    config = json.loads((folder / "config.json").read_text()) | {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(4)
+    shapes = tensor_shapes(config_from_json(config, "config.json"))
+    weights = {
+        name: torch.randn(*shape, generator=generator) * 0.1 + ("norm" in name)
+        for name, shape in shapes
+    }
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory, checkpoint_folder):
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    return CompileOptions(
+        target=str(checkpoint_folder),
+        output=tmp_path_factory.mktemp("bundles") / "bundle",
+        engine="tensorrt-rtx",
+        capacity=512,
+        chunk=64,
+        trees=(4,),
+        builder=BuilderSettings(("sm_89", "sm_120")),
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int4", "fp8"])
+def test_a_bundle_of_each_precision_is_whole(options, precision):
+    """`check_onnx` has compared its graph with torch: the compilation would have failed."""
+    output = options.output.with_name(precision)
+    compiled = compile_bundle(replace(options, precision=precision, output=output))
+    manifest = load_bundle(output).manifest
+    assert manifest == compiled.manifest
+    assert manifest.precision == precision
+    assert manifest.engine.devices == ("sm_89", "sm_120")
+    assert {"model.engine", "engine.layers.json"} <= set(manifest.files)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int4", "fp8"])
+def test_a_graph_whose_weights_are_others_is_caught(options, monkeypatch, precision):
+    real = pipeline.export_step
+
+    def spoiled(step, path, *rest):
+        facts = real(step, path, *rest)
+        with torch.no_grad():
+            step.target.norm.weight.mul_(1.5)
+        return facts
+
+    monkeypatch.setattr(pipeline, "export_step", spoiled)
+    output = options.output.with_name(f"bad-{precision}")
+    with pytest.raises(ForerunError, match="torch step"):
+        compile_bundle(replace(options, precision=precision, output=output))
+    assert not Path(output).exists()
