@@ -276,7 +276,7 @@ def tree_attention(
 ) -> Tensor:
     """`forerun.models.tree_attention.tree_attention`.
 
-    Caches must be contiguous, both of the query's type (float32, float16, bfloat16) or of
+    Caches should be contiguous, and are both of the query's type (float32, float16, bfloat16) or of
     float8_e4m3fn. `tiles`: other than `choose_tiles` gives.
     """
     batch, heads, nodes, dim = query.shape
