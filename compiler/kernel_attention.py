@@ -217,7 +217,7 @@ def choose_tiles(
     block = max(16, min(MOST_SCORES // rows, BLOCK_BYTES // key_bytes))
     programs = batch * form.kv_heads * blocks(all_rows, rows)
     parts = min(blocks(2 * processors, programs), blocks(slots, 2 * block), MOST_PARTS)
-    return Tiles(rows, block, parts, warps=8 if rows == 64 else 4)
+    return Tiles(rows, block, parts, warps=8 if rows == 64 or depth > 128 else 4)
 
 
 def attention_launches(
@@ -276,7 +276,7 @@ def tree_attention(
 ) -> Tensor:
     """`forerun.models.tree_attention.tree_attention`.
 
-    Caches must be contiguous, both of the query's type (float32, float16, bfloat16) or of
+    Caches should be contiguous, and are both of the query's type (float32, float16, bfloat16) or of
     float8_e4m3fn. `tiles`: other than `choose_tiles` gives.
     """
     batch, heads, nodes, dim = query.shape
