@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ class Flavour:
     """Whether an engine can be made to run on newer GPUs than it was built for."""
     version_compatible: bool = False
     """Whether an engine can be made to run with later versions of the product."""
+    plugins: bool = False
+    """Whether it takes kernels of ours."""
     timing_cache: bool = False
     """Whether a build times kernels, which another one then need not time again."""
 
@@ -41,6 +44,7 @@ FLAVOURS: Mapping[str, Flavour] = {
         "TensorRT",
         hardware_compatible=True,
         version_compatible=True,
+        plugins=True,
         timing_cache=True,
     ),
 }
@@ -58,6 +62,9 @@ class BuilderSettings:
     version_compatible: bool = False
     refit: bool = False
     """Let the drafter's weights be replaced in the finished engine."""
+    plugins: str = "auto"
+    """on: attention, choice, acceptance, commit and growth by our own kernels; off; or auto, which
+    is on where the product takes them and Triton is there to compile them."""
 
     def check(self, engine: str, precision: str | None = None) -> None:
         """Raises ForerunError in one line where this `engine` can't be built so.
@@ -71,6 +78,7 @@ class BuilderSettings:
             "--hardware-compatible": self.hardware_compatible,
             "--version-compatible": self.version_compatible,
             "--refit": self.refit,
+            "--plugins on": self.plugins == "on",
         }
         if flavour is None:
             for flag in (flag for flag, given in asked.items() if given):
@@ -79,6 +87,7 @@ class BuilderSettings:
         for flag, has in (
             ("--hardware-compatible", flavour.hardware_compatible),
             ("--version-compatible", flavour.version_compatible),
+            ("--plugins on", flavour.plugins),
         ):
             if asked[flag] and not has:
                 raise ForerunError(f"{flag}: {flavour.title} has no such engines: {LEAVE}")
@@ -107,6 +116,13 @@ class BuilderSettings:
                 )
             if self.devices.count(device) > 1:
                 raise ForerunError(f"--device {device}: given twice: name it once")
+
+    def with_plugins(self, engine: str) -> bool:
+        """Whether an `engine` so built runs our own kernels."""
+        flavour = FLAVOURS.get(engine)
+        if flavour is None or not flavour.plugins or self.plugins == "off":
+            return False
+        return self.plugins == "on" or importlib.util.find_spec("triton") is not None
 
     def real_devices(self, engine: str) -> tuple[str, ...]:
         """The devices asked for, or those of an engine where none were; none: the GPU present."""

@@ -12,6 +12,8 @@ ENGINES = ["ort", "tensorrt-rtx", "tensorrt", "torch"]
 ACCEPTANCES = ["matching", "rejection"]
 PRECISIONS = ["int8", "fp32", "fp16", "bf16", "int4", "fp8"]
 
+PLUGINS = ["auto", "on", "off"]
+
 PATH = click.Path(path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 
@@ -55,6 +57,13 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the manife
 @click.option(
     "--version-compatible", is_flag=True, help="TensorRT: an engine that later versions run."
 )
+@click.option(
+    "--plugins",
+    type=click.Choice(PLUGINS),
+    default="auto",
+    show_default=True,
+    help="TensorRT: our own kernels in the engine; auto: where it takes them and Triton is there.",
+)
 @click.option("-o", "--output", type=PATH, required=True)
 @AS_JSON
 def compile_command(
@@ -71,6 +80,7 @@ def compile_command(
     workspace: int | None,
     hardware_compatible: bool,
     version_compatible: bool,
+    plugins: str,
     output: Path,
     as_json: bool,
 ) -> None:
@@ -92,7 +102,9 @@ def compile_command(
         chunk=chunk,
         trees=trees,
         acceptance=acceptance,
-        builder=BuilderSettings(devices, workspace, hardware_compatible, version_compatible, refit),
+        builder=BuilderSettings(
+            devices, workspace, hardware_compatible, version_compatible, refit, plugins
+        ),
     )
     compiled = compile_bundle(options, _say)
     if as_json:

@@ -22,9 +22,12 @@ from forerun.compiler.build_progress import build_watched
 from forerun.compiler.builder import DEFAULTS, FLAVOURS, BuilderSettings, Flavour
 from forerun.compiler.initializers import drafter_weights
 from forerun.compiler.layers import LAYERS_FILE, write_layers
+from forerun.compiler.plugins import Plan, with_kernels
+from forerun.compiler.plugins_tensorrt import register_kernels
 from forerun.compiler.timing_cache import kept_timings
 from forerun.errors import ForerunError, MissingDependencyError
 from forerun.models.signature import Signature
+from forerun.runtime.cuda import compute_capability
 
 
 def build_engine(
@@ -34,14 +37,15 @@ def build_engine(
     profiles: Sequence[Mapping[str, int]],
     flavour: str,
     settings: BuilderSettings = DEFAULTS,
+    plans: Mapping[str, Plan] | None = None,
 ) -> dict[str, str]:
     """Build the step in `onnx_path` (weights beside it) into the engine file `out`.
 
     Each profile gives a size to every symbol of `signature` that was left open. One engine serves
-    all of the settings' devices. Its layers are written beside it (`LAYERS_FILE`). Returns the
-    versions of what built it. `out` is only ever seen complete. Raises ForerunError in one line:
-    unknown flavour, settings that it doesn't have, absent package, a graph that doesn't parse, a
-    failed build.
+    all of the settings' devices. The functions in `plans` become kernels of our own. Its layers
+    are written beside it (`LAYERS_FILE`). Returns the versions of what built it. `out` is only ever
+    seen complete. Raises ForerunError in one line: unknown flavour, settings that it doesn't have,
+    absent package, a graph that doesn't parse, a failed build.
     """
     chosen = FLAVOURS.get(flavour)
     if chosen is None:
@@ -56,7 +60,8 @@ def build_engine(
     builder = _create(trt, log, chosen)
     network = _network(trt, builder)
     parser = trt.OnnxParser(network, log)  # kept: the network holds views into its weights
-    _parse(parser, log, onnx_path)
+    with _planned(trt, onnx_path, plans or {}, settings) as path:
+        _parse(parser, log, path)
     if not network.num_outputs:  # the parser takes some garbage for an empty graph
         raise ForerunError(f"{onnx_path}: TensorRT can't parse it: it holds no ONNX graph")
     config = builder.create_builder_config()
@@ -109,6 +114,26 @@ def refit_engine(engine: Path, out: Path, weights: Mapping[str, Any], flavour: s
     config.set_flag(trt.SerializationFlag.INCLUDE_REFIT)  # the next swap needs it too
     with _partial(out) as partial:
         partial.write_bytes(loaded.serialize_with_config(config))
+
+
+@contextmanager
+def _planned(
+    trt: Any, onnx_path: Path, plans: Mapping[str, Plan], settings: BuilderSettings
+) -> Iterator[Path]:
+    """The graph to parse: as it is, or with kernels in the bodies of the functions in `plans`."""
+    if not plans:
+        yield onnx_path
+        return
+    model = ir.load(onnx_path)
+    kernels = with_kernels(model, plans)
+    capability = 80 if settings.hardware_compatible else compute_capability()
+    register_kernels(trt, kernels, capability)
+    path = onnx_path.with_name(f"plugins-{onnx_path.name}")  # beside it, where its weights are
+    try:
+        ir.save(model, path)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

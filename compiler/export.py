@@ -299,14 +299,18 @@ def _to_onnx(
 
 
 def export_step(
-    step: Step, path: Path, fixed: Mapping[str, int] | None = None, loops: bool = True
+    step: Step,
+    path: Path,
+    fixed: Mapping[str, int] | None = None,
+    loops: bool = True,
+    recorder: Recorder | None = None,
 ) -> Signature:
     """Write the step to `path` (`.onnx`), weights beside it (`forerun.compiler.initializers`).
 
     `fixed` gives sizes to symbols that an engine can't leave open; without `loops` the graph holds
-    no `Loop`.
+    no `Loop`. `recorder` learns which functions of domain `forerun` it calls.
     """
-    recorder = Recorder()
+    recorder = recorder or Recorder()
     facts = signature(step, fixed)
     dims = {name: Dim(name, min=2, max=1 << 20) for name in TRACE_SIZES}
     shapes = tuple(

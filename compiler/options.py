@@ -88,6 +88,11 @@ class CompileOptions:
         return self.builder.real_devices(self.engine)
 
     @property
+    def attention(self) -> str:
+        """The form of attention in the graph."""
+        return "tree" if self.builder.with_plugins(self.engine) else self.kind.attention
+
+    @property
     def real_precision(self) -> str:
         """The precision, chosen or by default."""
         return self.precision or self.kind.precisions[0]

@@ -13,7 +13,9 @@ from forerun import __version__
 from forerun.compiler.certificate import write_golden, write_reference
 from forerun.compiler.check import check_onnx
 from forerun.compiler.export import export_step
+from forerun.compiler.functions import Recorder
 from forerun.compiler.options import CompileOptions, recipe, setting, versions
+from forerun.compiler.plugins import Limits, Plan, plans_for
 from forerun.compiler.precision import PRECISIONS
 from forerun.compiler.staging import check_destination, put_in_place, staging
 from forerun.errors import ForerunError
@@ -97,14 +99,14 @@ def _build(
     ids = encode_prompt(bundle, prompts[0].content)
     say(f"building the {precision} step with drafter {source.name}")
     step = PRECISIONS[precision].step(
-        checkpoint, drafter, options.capacity, kind.attention, calibration_texts(bundle)
+        checkpoint, drafter, options.capacity, options.attention, calibration_texts(bundle)
     )
     step.branching = kind.branches
-    facts = None
+    facts, recorder = None, Recorder()
     if kind.exports:
         if precision != "int8":  # whose answers are scored by the float32 target in the end
             checkpoint.weights.clear()
-        facts = _export(options, step, manifest, ids, folder, say)
+        facts = _export(options, step, manifest, ids, folder, recorder, say)
     else:
         say("writing the weights")
         write_step(folder, checkpoint, source, precision, kind.attention, options.acceptance)
@@ -113,7 +115,7 @@ def _build(
     gc.collect()  # what was traced refers to itself
     if facts is not None and kind.static_slots:
         say(f"building the {options.engine} engine for {', '.join(options.devices) or 'this GPU'}")
-        _build_tensorrt(options, facts, manifest, folder)
+        _build_tensorrt(options, facts, recorder, manifest, folder)
     written = write_manifest(folder, manifest)
     if precision == "int8":
         say("answering the verification prompts, and scoring the answers in float32")
@@ -128,13 +130,14 @@ def _export(
     manifest: Manifest,
     prompt: Sequence[int],
     folder: Path,
+    recorder: Recorder,
     say: Say,
 ) -> Signature:
     """The step as an ONNX file, checked."""
     kind, default = options.kind, int(manifest.default_tree)
     say("exporting to ONNX")
     fixed = {"slots": options.capacity} if kind.static_slots else None
-    facts = export_step(step, folder / ONNX_FILE, fixed, kind.branches)
+    facts = export_step(step, folder / ONNX_FILE, fixed, kind.branches, recorder)
     say("checking the ONNX file against torch")
     worst = check_onnx(step, facts, folder / ONNX_FILE, prompt, default, manifest.precision)
     say(f"tokens equal; largest logit difference {worst:.2g}")
@@ -249,7 +252,11 @@ def calibration_texts(bundle: Bundle) -> list[list[int]]:
 
 
 def _build_tensorrt(
-    options: CompileOptions, facts: Signature, manifest: Manifest, folder: Path
+    options: CompileOptions,
+    facts: Signature,
+    recorder: Recorder,
+    manifest: Manifest,
+    folder: Path,
 ) -> None:
     from forerun.compiler.engine_tensorrt import build_engine
 
@@ -273,7 +280,18 @@ def _build_tensorrt(
         [prefill, *steps],
         options.engine,
         options.builder,
+        _plans(options, recorder, manifest),
     )
+
+
+def _plans(options: CompileOptions, recorder: Recorder, manifest: Manifest) -> dict[str, Plan]:
+    """Our own kernels, where the engine takes them."""
+    if not options.builder.with_plugins(options.engine):
+        return {}
+    from forerun.compiler.plans import PLANS  # needs Triton
+
+    limits = Limits(nodes=max(map(int, manifest.trees)), slots=options.capacity)
+    return plans_for(recorder.uses, limits, PLANS)
 
 
 def _up_to_date(output: Path, digest: str) -> Manifest | None:

@@ -57,6 +57,12 @@ def device_count(api: Any = None) -> int:
         return 0
 
 
+def compute_capability(number: int = 0, api: Any = None) -> int:
+    """Of the device `number`: 89 is sm_89."""
+    facts = Cuda(api).call("cudaGetDeviceProperties", number)
+    return int(facts.major) * 10 + int(facts.minor)
+
+
 @dataclass
 class Owned:
     """Something of CUDA's, given back by the function `free` when nobody refers to it any more."""

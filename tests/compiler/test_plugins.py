@@ -12,16 +12,29 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from forerun.compiler.functions import DOMAIN, FUNCTIONS, Use
+from forerun.compiler.check import check_onnx
+from forerun.compiler.export import export_step
+from forerun.compiler.functions import DOMAIN, FUNCTIONS, Recorder, Use
 from forerun.compiler.kernels import build_kernel
 from forerun.compiler.launch import Size
 from forerun.compiler.plans import PLANS, run_kernels
-from forerun.compiler.plugins import Limits, Plan, engine_ptx, kernels_of, with_kernels
+from forerun.compiler.plugins import (
+    Limits,
+    Plan,
+    engine_ptx,
+    kernels_of,
+    plans_for,
+    with_kernels,
+)
 from forerun.models.accept import accept_nodes
 from forerun.models.choose import choice
 from forerun.models.expand import best_columns, best_nodes
 from forerun.models.grow import best_tree
-from forerun.models.step import rows_at
+from forerun.models.growing import as_growing
+from forerun.models.linear import Linear
+from forerun.models.medusa import Medusa, MedusaConfig
+from forerun.models.step import Step, rows_at
+from forerun.models.target import Target
 from forerun.models.tree_attention import attend, pack_ancestors
 
 LIMITS = Limits(nodes=16, slots=96)
@@ -207,3 +220,31 @@ def test_the_ptx_takes_just_what_the_engine_passes(name: str, tmp_path: Path) ->
         subprocess.run(command, cwd=tmp_path, check=True)
         with pytest.raises(ValueError, match="arguments"):
             engine_ptx(binary, len(launch.arguments) - 1)
+
+
+def test_a_whole_step_takes_its_kernels(tiny_target: Any, tmp_path: Path) -> None:
+    """As the pipeline exports for an engine with plugins: attention by the tree's bits, the tree
+    grown on the device. The file itself runs anywhere; with kernels, where they are known."""
+    config, weights = tiny_target
+    target = Target(config, weights, 96, attention="tree")
+    accuracy = ((0.5, 0.2, 0.1),) * 2
+    width, ids = config.hidden_size, torch.arange(0, config.vocab_size, 2)
+    blocks = [[Linear(draw(width, width), draw(width))] for _ in range(2)]
+    heads = [Linear(draw(width, len(ids)))]
+    medusa = Medusa(MedusaConfig(2, 1, width, 3, accuracy), blocks, heads, ids)
+    step = Step(target, as_growing(medusa)).eval()
+    step.branching = False
+    path, recorder = tmp_path / "step.onnx", Recorder()
+    facts = export_step(step, path, {"slots": 96}, False, recorder)
+    assert check_onnx(step, facts, path, list(range(3, 30)), 6, "fp32") < 1e-4
+    called = {"ChooseTokens", "AcceptPath", "CommitRows", "TreeAttention", "PruneTree"}
+    assert set(recorder.uses.values()) == called
+    model = ir.load(path)
+    kernels = with_kernels(model, plans_for(recorder.uses, LIMITS, PLANS))
+    assert len({kernel.name for kernel in kernels}) == len(kernels) >= len(called)
+    ir.save(model, tmp_path / "plugins.onnx")
+    again = ir.load(tmp_path / "plugins.onnx")
+    nodes = [node.op_type for function in again.functions.values() for node in function]
+    assert sorted(nodes) == sorted(kernel.name for kernel in kernels)
+    for kernel in kernels:
+        engine_ptx(build_kernel(kernel.launch.form, 89), len(kernel.launch.arguments))
