@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -129,7 +129,10 @@ class Drafting:
     def _unpack(self, operands: tuple[Tensor, ...]) -> tuple[Committed, list[Tensor]]:
         count = len(TENSORS)
         named = dict(zip(TENSORS, operands[:count], strict=True))
-        return replace(self.committed, **named), list(operands[count:])
+        committed = Committed(
+            **named, branching=self.committed.branching, sampling=self.committed.sampling
+        )
+        return committed, list(operands[count:])
 
 
 def _of_shape(value: Tensor, state: Tensor) -> Tensor:

@@ -91,8 +91,7 @@ class CudaMemory(TorchMemory):
         self._ring = [
             Slot(
                 torch.zeros(longest, dtype=torch.int64).pin_memory(),
-                torch.cuda.Event(enable_timing=True),
-                torch.cuda.Event(enable_timing=True),
+                *(_event() for _ in range(2)),
             )
             for _ in range(SLOTS)
         ]
@@ -114,6 +113,10 @@ class CudaMemory(TorchMemory):
         self.seconds += slot.begun.elapsed_time(slot.done) / 1e3
         result: Array = slot.host[:count].numpy().copy()
         return result
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -191,7 +194,7 @@ class TorchEngine(StepEngine):
         That run is the step itself: it reads one set of buffers, writes the other, and is repeated
         without harm.
         """
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._run(call, remembers, samples)

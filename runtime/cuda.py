@@ -222,7 +222,7 @@ class CudaMemory:
             for _ in range(2)
         )
         pinned = Owned(self.cuda, address, "cudaFreeHost")
-        return Slot(np.frombuffer(numbers, np.int64), begun, done, pinned)
+        return Slot(np.ctypeslib.as_array(numbers), begun, done, pinned)
 
 
 def _runtime() -> Any:

@@ -124,8 +124,8 @@ def look_for(package: Package) -> Found:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a broken package may raise anything, SystemExit too
-        absent = isinstance(error, ModuleNotFoundError) and error.name is not None
-        if absent and f"{package.module}.".startswith(f"{error.name}."):
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{package.module}.".startswith(f"{absent}."):
             return Found("missing", install=install)
         detail = f"{type(error).__name__}: {_line(error)}"
         return Found("broken", _version(package), detail, install)

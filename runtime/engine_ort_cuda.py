@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import onnxruntime as ort  # `engine_ort` says so where it is missing
+
 from forerun.errors import ForerunError
 from forerun.runtime.buffers import Layout, result_size
 from forerun.runtime.bundle import Bundle
 from forerun.runtime.cuda import CudaMemory
-from forerun.runtime.engine_ort import NUMPY_TYPES, ort
+from forerun.runtime.engine_ort import NUMPY_TYPES
 from forerun.runtime.engine_step import Named, StepEngine
 
 PROVIDER = "CUDAExecutionProvider"
