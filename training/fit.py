@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -269,9 +270,10 @@ def _step(
     loss_of: nn.Module, batch: Any, optimiser: torch.optim.Optimizer, settings: Settings
 ) -> Tensor:
     """One update; returns the batch's figures."""
-    dtype = getattr(torch, settings.dtype)
+    dtype, kind = getattr(torch, settings.dtype), device_of(loss_of).type
+    mixed = nullcontext() if dtype == torch.float32 else torch.autocast(kind, dtype)
     optimiser.zero_grad(set_to_none=True)
-    with torch.autocast(device_of(loss_of).type, dtype, enabled=dtype != torch.float32):
+    with mixed:
         loss, figures = loss_of(batch)
     loss.backward()
     nn.utils.clip_grad_norm_(loss_of.parameters(), settings.clip)

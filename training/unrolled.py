@@ -40,12 +40,30 @@ class TrainableRotary(Rotary):
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
+class TrainableNorm(nn.RMSNorm):
+    """The same norm computed in its weight's dtype whatever autocast makes of its input: torch has
+    no fused kernel for two dtypes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+    @classmethod
+    def of(cls, norm: nn.RMSNorm) -> TrainableNorm:
+        """In place of `norm`, with its very weight."""
+        made = cls(norm.normalized_shape, eps=norm.eps)
+        made.weight = norm.weight
+        return made
+
+
 def trainable(drafter: D, layer: DraftLayerConfig, capacity: int) -> D:
     """`drafter` with gradients everywhere."""
     rotary = TrainableRotary(layer, capacity)
     for module in [*drafter.modules()]:
         if isinstance(getattr(module, "rotary", None), Rotary):
             module.rotary = rotary
+        for name, part in module.named_children():
+            if isinstance(part, nn.RMSNorm):
+                setattr(module, name, TrainableNorm.of(part))
     return drafter.requires_grad_(True).train()
 
 
