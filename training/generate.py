@@ -167,7 +167,7 @@ class _Batch:
 
     def _row(self, values: list[int]) -> Tensor:
         """`values` on the target's device."""
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return torch.tensor(values, dtype=torch.int64).to(self.device)
 
     def _choose(self, places: list[int], hidden: Tensor) -> Iterator[Answer]:
         """The next token of the rows at `places` from `hidden` `[n, H]`; yields finished rows."""

@@ -32,7 +32,7 @@ def read_alike(target: Target, texts: Sequence[Sequence[int]], taps: Collection[
     begun: Forward | None = None
     if shared:
         one = target.empty_caches(1, shared)
-        prefix = torch.tensor([list(texts[0][:shared])], device=device)
+        prefix = torch.tensor([list(texts[0][:shared])]).to(device)
         begun = forward(target, prefix, prefix.new_zeros(1), one, taps)
         for ours, theirs in zip(tensors_of(caches), tensors_of(one), strict=True):
             ours[:, :, :shared] = theirs

@@ -101,7 +101,7 @@ class _Game:
             self.tokens[row, : len(text.tokens)] = text.tokens
             self.features[row, : len(text.tokens)] = text.features.to(torch.float32)
         self.states = [spec.zeros(size, self.slots, device) for spec in drafter.states()]
-        self.yes = torch.tensor(True, device=device)
+        self.yes = torch.tensor(True).to(device)
         self.at = torch.tensor([text.prompt for text in texts])  # [B] the root's position
         self.ends = torch.tensor([len(text.tokens) for text in texts])
 
