@@ -16,14 +16,16 @@ from forerun.models.drafter import Committed  # noqa: E402
 from forerun.models.drafters import find_drafter, load_drafter, vocabulary_matrix  # noqa: E402
 from forerun.training.dflash import (  # noqa: E402
     DFlashTraining,
-    blocks_of,
     default_reach,
-    draw_anchors,
-    losses,
-    read_blocks,
     spread_layers,
     start,
     train_dflash,
+)
+from forerun.training.dflash_blocks import (  # noqa: E402
+    blocks_of,
+    draw_anchors,
+    losses,
+    read_blocks,
 )
 from forerun.training.fit import CHECKPOINT, Settings  # noqa: E402
 from forerun.training.kinds import train  # noqa: E402
