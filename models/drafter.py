@@ -43,11 +43,11 @@ class StateSpec:
     """Its next value comes with the candidates, not from `remember`: what they were drawn from.
     Such states come after all others."""
 
-    def zeros(self, batch: int, slots: int) -> Tensor:
-        """The state before anything was committed."""
+    def zeros(self, batch: int, slots: int, device: torch.device | None = None) -> Tensor:
+        """The state before anything was committed; None: on torch's default device."""
         sizes = {"batch": batch, "slots": slots}
         shape = [sizes[axis] if isinstance(axis, str) else axis for axis in self.shape]
-        return torch.zeros(shape, dtype=self.dtype)
+        return torch.zeros(shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,14 @@ PATH = click.Path(path_type=Path)
 KINDS = ["medusa", "eagle", "eagle3", "mtp", "dflash", "draft"]
 """Those of `forerun.training.kinds`, which imports torch; help must not."""
 
+DEVICE = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: a GPU where torch finds one.",
+)
+
 
 @click.command("train")
 @click.argument("kind", type=click.Choice(KINDS))
@@ -98,6 +106,13 @@ KINDS = ["medusa", "eagle", "eagle3", "mtp", "dflash", "draft"]
     metavar="NAME=N,N",
     help="Train and compile each of several sizes, as in intermediate=384,768; repeatable.",
 )
+@click.option(
+    "--measure",
+    "most",
+    type=click.IntRange(1),
+    help="Held-out answers that it is measured on at the end. Default: all.",
+)
+@DEVICE
 def train_command(
     kind: str,
     target: str,
@@ -105,21 +120,25 @@ def train_command(
     output: Path,
     bundle: Path | None,
     sweep: tuple[str, ...],
+    most: int | None,
+    device: str,
     **given: Any,
 ) -> None:
     """Trains a drafter of KIND for TARGET on its own answers, and measures it on held-out ones.
 
     A killed run goes on from its last checkpoint. Started by torchrun, several processes train
-    together.
+    together, on a GPU each.
     """
     from forerun.models.checkpoint import load_checkpoint
+    from forerun.training.device import find_device
     from forerun.training.kinds import sweep_sizes, train
 
+    place = find_device(device)
     checkpoint = load_checkpoint(target)
     if sweep:
-        sweep_sizes(kind, target, checkpoint, data, output, given, sweep, click.echo)
+        sweep_sizes(kind, target, checkpoint, data, output, given, sweep, click.echo, place, most)
     else:
-        train(kind, checkpoint, data, output, given, click.echo, bundle)
+        train(kind, checkpoint, data, output, given, click.echo, bundle, place, most)
     click.echo(f"{output}: done")
 
 
@@ -132,6 +151,7 @@ def train_command(
 @click.option(
     "--bundle", type=PATH, help="As in forerun train: predicts the speedup, for its own trees."
 )
+@DEVICE
 def simulate_command(
     target: str,
     drafter: str,
@@ -139,6 +159,7 @@ def simulate_command(
     trees: tuple[int, ...],
     everything: bool,
     bundle: Path | None,
+    device: str,
 ) -> None:
     """What a drafter is worth on TARGET's own greedy answers, without compiling anything.
 
@@ -146,7 +167,8 @@ def simulate_command(
     tau and acceptance by depth are those of the step that would be compiled.
     """
     from forerun.models.checkpoint import load_checkpoint
+    from forerun.training.device import find_device
     from forerun.training.kinds import MEASURED, simulate
 
-    sizes = trees or MEASURED
-    simulate(load_checkpoint(target), drafter, data, click.echo, bundle, sizes, everything)
+    place, sizes = find_device(device), trees or MEASURED
+    simulate(load_checkpoint(target), drafter, data, click.echo, bundle, sizes, everything, place)

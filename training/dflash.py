@@ -27,15 +27,14 @@ from forerun.models.drafter import NORMED
 from forerun.models.drafter_folder import vocabulary_tensors
 from forerun.models.drafters import vocabulary_matrix
 from forerun.training.begin import begin, check_alike, take_over
+from forerun.training.device import CPU
+from forerun.training.dflash_blocks import Anchored, Blocks, blocks_of, draw_anchors, losses
 from forerun.training.eagle import target_layer
 from forerun.training.fit import Settings, Task, Worth, fit
 from forerun.training.lesson import Lesson, pack, progress_line
 from forerun.training.published import by_published_names, layered
 from forerun.training.texts import Text
-from forerun.training.unrolled import Columns, trainable
-
-Anchored = tuple[Text, Tensor]
-"""A text and the positions `[R]` at which blocks begin."""
+from forerun.training.unrolled import trainable
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,7 @@ def train_dflash(
     settings: Settings,
     say: Callable[[str], None] = lambda line: None,
     worth: Worth | None = None,
+    device: torch.device = CPU,
 ) -> DFlash:
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
     begun = begin(settings.start, "dflash", checkpoint) if settings.start else None
@@ -106,7 +106,8 @@ def train_dflash(
         check_alike(theirs, drafter.config, str(settings.start), ("budget",))
         take_over(drafter, dict(begun.named_parameters()), str(settings.start))
     reach = training.reach or default_reach(training.block)
-    weights = torch.exp(-torch.arange(training.block - 1) / reach)
+    weights = torch.exp(-torch.arange(training.block - 1) / reach).to(device)
+    drafter, ends = drafter.to(device), lesson.ends.to(device)
     groups = pack(lesson.texts, training.batch)
 
     def epoch(draw: torch.Generator) -> list[list[Anchored]]:
@@ -116,9 +117,11 @@ def train_dflash(
             for place in order
         ]
 
-    def loss(group: Sequence[Anchored]) -> tuple[Tensor, Tensor]:
-        blocks = blocks_of(group, drafter.config)
-        sums, counts, right, known = losses(drafter, blocks, lesson.ends, lesson.columns)
+    def batch(group: Sequence[Anchored]) -> Blocks:
+        return blocks_of(group, drafter.config, lesson.columns)
+
+    def loss(blocks: Blocks) -> tuple[Tensor, Tensor]:
+        sums, counts, right, known = losses(drafter, blocks, ends)
         total = (sums * weights).sum() / (counts * weights).sum().clamp(min=1e-9)
         found = sums.detach() / counts.clamp(min=1)
         return total, torch.cat([found, right / known.clamp(min=1)])
@@ -127,95 +130,9 @@ def train_dflash(
         write(where, checkpoint, trained, training, settings)
 
     facts = f"{asdict(training)} {lesson.facts}"
-    task = Task(drafter, len(groups), epoch, loss, facts, progress_line, save)
+    task = Task(drafter, len(groups), epoch, batch, loss, facts, progress_line, save)
     fit(task, folder, settings, say, worth)
     return drafter
-
-
-def draw_anchors(text: Text, count: int, draw: torch.Generator) -> Tensor:
-    """Positions `[R]` of answer tokens that another one follows, in order, none twice."""
-    places = torch.randperm(len(text.states) - 1, generator=draw)[:count]
-    return text.prompt + places.sort().values
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """B texts, padded; R blocks of n slots each, side by side. Padding blocks know nothing."""
-
-    features: Tensor  # [B, C, F]
-    states: Tensor  # [B, m, H]: what chose answer token 0, 1, ...
-    tokens: Tensor  # [B, R * n] int64: anchors and masks
-    at: Tensor  # [B, R * n] int64: the position of each slot's anchor
-    truth: Tensor  # [B, R * n] int64: the token at each slot's own position
-    ahead: Tensor  # [B, R * n] int64: which answer token a slot predicts
-    known: Tensor  # [B, R * n] bool: slots that predict one, the anchors' not
-
-
-def blocks_of(group: Sequence[Anchored], config: DFlashConfig) -> Blocks:
-    """Pads texts with their anchors."""
-    first = group[0][0]
-    size, slots = len(group), config.block_size
-    blocks = max(len(anchors) for _, anchors in group)
-    context = max(int(anchors[-1]) for _, anchors in group)
-    answer = max(len(text.states) for text, _ in group)
-    features = first.features.new_zeros(size, context, first.features.shape[1])
-    states = first.states.new_zeros(size, answer, first.states.shape[1])
-    tokens = torch.full((size, blocks, slots), config.mask_token_id)
-    at, truth, ahead = (torch.zeros(size, blocks, slots, dtype=torch.int64) for _ in range(3))
-    known = torch.zeros(size, blocks, slots, dtype=torch.bool)
-    for row, (text, anchors) in enumerate(group):
-        n, real = len(text.tokens), len(anchors)
-        features[row, : min(n, context)] = text.features[:context]
-        states[row, : len(text.states)] = text.states
-        at[row] = text.prompt
-        at[row, :real] = anchors[:, None]
-        positions = at[row] + torch.arange(slots)  # [R, n]
-        truth[row] = text.tokens[positions.clamp(max=n - 1)]
-        ahead[row] = (positions - text.prompt).clamp(max=answer - 1)
-        known[row, :real, 1:] = positions[:real, 1:] < n
-        tokens[row, :, 0] = truth[row, :, 0]
-    flat = (x.flatten(1) for x in (tokens, at, truth, ahead, known))
-    return Blocks(features, states, *flat)
-
-
-def read_blocks(drafter: DFlash, blocks: Blocks, vocabulary: Columns) -> Tensor:
-    """Every slot after all layers, `[B, R * n, H]`."""
-    slots = drafter.config.block_size
-    width, rows = blocks.features.shape[1], blocks.tokens.shape[1]
-    places = torch.arange(width).expand(len(blocks.tokens), -1)
-    states = drafter.context(blocks.features.to(torch.float32), places)
-    number = torch.arange(rows) // slots
-    within = (number[:, None] == number).expand(len(blocks.tokens), -1, -1)
-    before = places[:, None] < blocks.at[..., None]
-    positions = blocks.at + torch.arange(rows) % slots
-    masks = [(before, within)] * drafter.config.num_layers
-    return drafter.through(vocabulary.embedding(blocks.tokens), positions, states, masks)
-
-
-def losses(
-    drafter: DFlash, blocks: Blocks, vocabulary: Columns, columns: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each slot behind the anchor, `[n - 1]` each: the summed cross-entropy and its terms; how
-    many had all slots up to it right, and how many there were. `columns` `[V + 1]` are the tokens'
-    places among the drafter's, or -1."""
-    slots = drafter.config.block_size
-    label = columns[blocks.truth]
-    usable = blocks.known & (label >= 0)
-    x = read_blocks(drafter, blocks, vocabulary)
-    logits = drafter.predict(x[usable], vocabulary).to(torch.float32)  # [u, V']
-    with torch.no_grad():
-        wanted = vocabulary.logits(blocks.states.to(vocabulary.output.dtype))
-        wanted = wanted.to(torch.float32).softmax(-1)  # [B, m, V']
-        row = torch.arange(len(label))[:, None].expand_as(label)[usable]
-        wanted = wanted[row, blocks.ahead[usable]]  # [u, V']
-        hit = torch.zeros_like(usable)
-        hit[usable] = logits.argmax(-1) == label[usable]
-        known = blocks.known.reshape(-1, slots)[:, 1:]  # [B * R, n - 1]
-        right = hit.reshape(-1, slots)[:, 1:].cumprod(1)
-    entropy = torch.zeros(usable.shape, dtype=torch.float32)
-    entropy[usable] = -(wanted * logits.log_softmax(-1)).sum(-1)
-    sums, counts = (x.reshape(-1, slots)[:, 1:].sum(0) for x in (entropy, usable))
-    return sums, counts, right.sum(0), known.sum(0)
 
 
 def start(
@@ -293,7 +210,7 @@ def write(
     """The drafter's folder, in float16."""
     tensors = {name: weight.to(torch.float16) for name, weight in published(drafter).items()}
     if drafter.ids is not None:
-        tensors |= vocabulary_tensors(drafter.ids, checkpoint.config.vocab_size)
+        tensors |= vocabulary_tensors(drafter.ids.cpu(), checkpoint.config.vocab_size)
     facts = {
         "target": checkpoint.name,
         "target_digest": checkpoint.digest,

@@ -25,6 +25,7 @@ from forerun.models.draft_layer import DraftLayerConfig
 from forerun.models.draft_model import DraftModel
 from forerun.models.weights import tensor_shapes
 from forerun.training.begin import begin, check_alike, take_over
+from forerun.training.device import CPU
 from forerun.training.fit import Settings, Task, Worth, fit
 from forerun.training.lesson import Lesson, pack
 from forerun.training.published import by_published_names, layered
@@ -80,6 +81,7 @@ def train_draft(
     settings: Settings,
     say: Callable[[str], None] = lambda line: None,
     worth: Worth | None = None,
+    device: torch.device = CPU,
 ) -> DraftModel:
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
     begun = begin(settings.start, "draft", checkpoint) if settings.start else None
@@ -92,12 +94,16 @@ def train_draft(
         tied = {n: w for n, w in begun.named_parameters() if not n.startswith("head.")}
         take_over(drafter, tied, str(settings.start))
     groups = pack(lesson.texts, training.batch)
+    drafter, ends = drafter.to(device), lesson.ends.to(device)
 
     def epoch(draw: torch.Generator) -> list[list[Text]]:
         return [groups[i] for i in torch.randperm(len(groups), generator=draw).tolist()]
 
-    def loss(group: Sequence[Text]) -> tuple[Tensor, Tensor]:
-        answers, prompts, right = losses(drafter, group, lesson.ends, lesson.columns)
+    def batch(group: Sequence[Text]) -> Pages:
+        return pages_of(group, lesson.columns)
+
+    def loss(pages: Pages) -> tuple[Tensor, Tensor]:
+        answers, prompts, right = losses(drafter, pages, ends)
         figures = torch.stack([answers.detach(), prompts.detach(), right])
         return answers + training.reading * prompts, figures
 
@@ -109,7 +115,8 @@ def train_draft(
         write(where, checkpoint, trained, training, settings)
 
     facts = f"{asdict(training)} {lesson.facts}"
-    fit(Task(drafter, len(groups), epoch, loss, facts, told, save), folder, settings, say, worth)
+    task = Task(drafter, len(groups), epoch, batch, loss, facts, told, save)
+    fit(task, folder, settings, say, worth)
     return drafter
 
 
@@ -121,11 +128,17 @@ class Pages:
     states: Tensor  # [B, m, H]: what chose answer token 0, 1, ...
     places: Tensor  # [B, m] int64: positions of the answer rows
     known: Tensor  # [B, m] bool: answer rows that are there
-    prompt: Tensor  # [B] int64: tokens of the prompt
+    rows: Tensor  # [2, u] int64: text and answer row of those whose token it may draft
+    labels: Tensor  # [u] int64: those tokens' places among the ones that it may draft
+    asked: Tensor  # [2, p] int64: text and position before a prompt's token that it may draft
+    asked_labels: Tensor  # [p] int64
 
 
-def pages_of(texts: Sequence[Text]) -> Pages:
-    """Pads `texts`."""
+def pages_of(texts: Sequence[Text], columns: Tensor) -> Pages:
+    """Pads `texts`. `columns` `[V]` are the tokens' places among those it may draft, or -1.
+
+    All that depends on the data's values is settled here: a GPU would wait for the host.
+    """
     longest = max(len(text.tokens) for text in texts)
     rows = max(len(text.states) for text in texts)
     tokens = torch.zeros(len(texts), longest, dtype=torch.int64)
@@ -135,45 +148,44 @@ def pages_of(texts: Sequence[Text]) -> Pages:
     for row, text in enumerate(texts):
         tokens[row, : len(text.tokens)] = text.tokens
         states[row, : len(text.states)] = text.states
-    places = prompt[:, None] - 1 + torch.arange(rows)
+    places = (prompt[:, None] - 1 + torch.arange(rows)).clamp(max=longest - 2)
     known = torch.arange(rows) < answer[:, None]
-    return Pages(tokens, states, places.clamp(max=longest - 2), known, prompt)
+    label = columns[tokens[:, 1:]]  # [B, n - 1]
+    truth = label.gather(1, places)
+    usable = known & (truth >= 0)
+    asked = (torch.arange(longest - 1) < prompt[:, None] - 1) & (label >= 0)
+    chosen = (usable.nonzero().T, truth[usable], asked.nonzero().T, label[asked])
+    return Pages(tokens, states, places, known, *chosen)
 
 
 def read(drafter: DraftModel, tokens: Tensor) -> Tensor:
     """Whole texts `[B, n]` -> each row's hidden state `[B, n, H]`, from which the head speaks."""
     size, length = tokens.shape
-    none = [spec.zeros(size, 0) for spec in drafter.states()[: 2 * len(drafter.layers)]]
-    places = torch.arange(length)
+    caches = drafter.states()[: 2 * len(drafter.layers)]
+    none = [spec.zeros(size, 0, tokens.device) for spec in caches]
+    places = torch.arange(length, device=tokens.device)
     causal = (places[:, None] >= places).expand(size, -1, -1)
-    start = torch.zeros(size, 1, dtype=torch.int64)
+    start = tokens.new_zeros(size, 1)
     x, _ = drafter.read(tokens, places.expand(size, -1), none, start, None, causal)
     hidden: Tensor = drafter.norm(x)
     return hidden
 
 
-def losses(
-    drafter: DraftModel, texts: Sequence[Text], ends: Columns, columns: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def losses(drafter: DraftModel, pages: Pages, ends: Columns) -> tuple[Tensor, Tensor, Tensor]:
     """Mean cross-entropy against the target's distribution at answer tokens, and against the
     tokens themselves in prompts; the share of answer tokens that come first."""
-    pages = pages_of(texts)
-    hidden = read(drafter, pages.tokens)
-    label = columns[pages.tokens[:, 1:]]  # [B, n - 1]
-    truth = label.gather(1, pages.places)
-    usable = pages.known & (truth >= 0)
+    hidden, (text, row) = read(drafter, pages.tokens), pages.rows
     wide = pages.places[..., None].expand(-1, -1, hidden.shape[2])
-    logits = drafter.head(hidden.gather(1, wide)[usable]).to(torch.float32)  # [u, V']
+    logits = drafter.head(hidden.gather(1, wide)[text, row]).to(torch.float32)  # [u, V']
     with torch.no_grad():
-        wanted = ends.logits(pages.states[usable].to(ends.output.dtype))
+        wanted = ends.logits(pages.states[text, row].to(ends.output.dtype))
         wanted = wanted.to(torch.float32).softmax(-1)
-        right = (logits.argmax(-1) == truth[usable]).sum() / pages.known.sum()
-    answers = -(wanted * logits.log_softmax(-1)).sum() / usable.sum().clamp(min=1)
-    asked = torch.arange(label.shape[1]) < pages.prompt[:, None] - 1
-    asked = asked & (label >= 0)
-    said = drafter.head(hidden[:, :-1][asked]).to(torch.float32)
-    prompts = nn.functional.cross_entropy(said, label[asked], reduction="sum")
-    return answers, prompts / asked.sum().clamp(min=1), right
+        right = (logits.argmax(-1) == pages.labels).sum() / pages.known.sum()
+    answers = -(wanted * logits.log_softmax(-1)).sum() / max(len(pages.labels), 1)
+    text, position = pages.asked
+    said = drafter.head(hidden[:, :-1][text, position]).to(torch.float32)
+    prompts = nn.functional.cross_entropy(said, pages.asked_labels, reduction="sum")
+    return answers, prompts / max(len(pages.asked_labels), 1), right
 
 
 def start(
@@ -248,5 +260,5 @@ def write(
         "target_digest": checkpoint.digest,
         "training": settings.recorded(training),
     }
-    ids = drafter.ids if drafter.ids is not None else torch.arange(drafter.config.vocab_size)
+    ids = torch.arange(drafter.config.vocab_size) if drafter.ids is None else drafter.ids.cpu()
     save_draft_model(folder, drafter.config, halves, ids, checkpoint, facts)

@@ -20,11 +20,12 @@ from forerun.models.eagle_folder import save_eagle
 from forerun.models.mtp import Mtp
 from forerun.models.mtp_folder import save_mtp
 from forerun.training.begin import begin, check_alike, take_over
+from forerun.training.device import CPU
 from forerun.training.fit import Settings, Task, Worth, fit
 from forerun.training.lesson import Lesson, pack, progress_line
 from forerun.training.published import LAYER_NAMES, by_published_names
 from forerun.training.texts import Text
-from forerun.training.unrolled import batch_of, losses, trainable
+from forerun.training.unrolled import Batch, batch_of, losses, trainable
 
 Tensors = dict[str, Tensor]
 
@@ -70,6 +71,7 @@ def train_eagle(
     settings: Settings,
     say: Callable[[str], None] = lambda line: None,
     worth: Worth | None = None,
+    device: torch.device = CPU,
 ) -> None:
     """Trains on those of `texts` that are not held out, and writes the drafter's folder."""
     begun = begin(settings.start, training.kind, checkpoint) if settings.start else None
@@ -81,11 +83,14 @@ def train_eagle(
         assert isinstance(begun, Eagle)
         check_alike(begun.config, drafter.config, str(settings.start), ("depth", "top_k"))
         take_over(drafter, dict(begun.named_parameters()), str(settings.start))
-    weights = training.decay ** torch.arange(training.unroll)
+    drafter, ends = drafter.to(device), lesson.ends.to(device)
+    weights = (training.decay ** torch.arange(training.unroll)).to(device)
 
-    def loss(group: Sequence[Text]) -> tuple[Tensor, Tensor]:
-        batch = batch_of(group, training.unroll)
-        found, right, counts = losses(drafter, batch, lesson.ends, lesson.columns, training.unroll)
+    def batch(group: Sequence[Text]) -> Batch:
+        return batch_of(group, training.unroll, lesson.columns)
+
+    def loss(batch: Batch) -> tuple[Tensor, Tensor]:
+        found, right, counts = losses(drafter, batch, ends)
         share = right / counts.clamp(min=1)
         return (found * weights).sum(), torch.cat([found.detach(), share])
 
@@ -98,7 +103,7 @@ def train_eagle(
         write(where, checkpoint, trained, lesson.ids, training, settings)
 
     facts = f"{asdict(training)} {lesson.facts}"
-    task = Task(drafter, len(groups), epoch, loss, facts, progress_line, save)
+    task = Task(drafter, len(groups), epoch, batch, loss, facts, progress_line, save)
     fit(task, folder, settings, say, worth)
 
 

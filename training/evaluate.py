@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from forerun.runtime.tree import Tree, best_tree
 from forerun.training.data import Answers
+from forerun.training.device import CPU, device_of
 
 EVALUATION_ROWS = 512
 
@@ -130,7 +131,7 @@ def measure(
 
     `heads` maps states `[n, H]` to one `[n, H]` a head; `vocabulary` `[V, H]`, `ids` `[V']`.
     """
-    count = len(list(heads(answers.states[:1].to(torch.float32))))
+    count = len(list(heads(answers.states[:1].to(device_of(heads), torch.float32))))
     parts = {
         kind: answers.where([name == kind for name in answers.kinds])
         for kind in sorted(set(answers.kinds))
@@ -155,10 +156,12 @@ def measure(
 def propose(
     heads: nn.Module, states: Tensor, vocabulary: Tensor, ids: Tensor, top_k: int
 ) -> Tensor:
-    """Each head's best token ids `[N, heads, k]`, in float32."""
-    output = vocabulary[ids].T.contiguous()  # [H, V']
+    """Each head's best token ids `[N, heads, k]`, in float32: computed where the heads are."""
+    device = device_of(heads)
+    output = vocabulary[ids].T.contiguous().to(device)  # [H, V']
     rows = []
     for part in torch.split(states, EVALUATION_ROWS):
-        picks = [(x @ output).topk(top_k, dim=-1).indices for x in heads(part.to(torch.float32))]
-        rows.append(ids[torch.stack(picks, dim=1)])
+        states = heads(part.to(device, torch.float32))
+        picks = [(x @ output).topk(top_k, dim=-1).indices for x in states]
+        rows.append(ids[torch.stack(picks, dim=1).to(CPU)])
     return torch.cat(rows)

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from forerun.errors import ForerunError
 from forerun.progress import progress
 from forerun.training import ranks
+from forerun.training.device import CPU, device_of, moved
 
 CHECKPOINT = "training.pt"
 TRIAL = "trial"
@@ -62,13 +64,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task(Generic[B]):
-    """What is trained: a module, its batches, and the loss of one."""
+    """What is trained: a module, its batches, and the loss of one.
+
+    Batches are made on the CPU. The module is where it is trained, and what it is given is moved
+    there.
+    """
 
     module: nn.Module
     steps: int
     """Batches an epoch."""
-    epoch: Callable[[torch.Generator], Sequence[B]]
-    """An epoch's batches, drawn anew."""
+    epoch: Callable[[torch.Generator], Sequence[Any]]
+    """What an epoch's batches are made of, drawn anew."""
+    batch: Callable[[Any], B]
+    """Makes one batch, of tensors that `moved` finds."""
     loss: Callable[[B], tuple[Tensor, Tensor]]
     """-> the loss to step along, and figures to report, which are averaged over an epoch."""
     facts: str
@@ -153,7 +161,7 @@ class _Run:
             )
         self.path = folder / CHECKPOINT
         folder.mkdir(parents=True, exist_ok=True)
-        self.module = task.module
+        self.module, self.device = task.module, device_of(task.module)
         self.optimiser = torch.optim.AdamW(
             (weight for weight in self.module.parameters() if weight.requires_grad),
             lr=settings.rate,
@@ -170,19 +178,20 @@ class _Run:
         self.load()
         loss = _Loss(task)
         self.loss = DistributedDataParallel(loss) if ranks.size() > 1 else loss
-        self.batches: Sequence[Any] = ()
+        self.drawn: Sequence[Any] = ()
 
     def advance(self, done: float) -> None:
         """One update, after the share `done` of them."""
         epoch, place = divmod(self.step, self.steps)
-        if place == 0 or not self.batches:
+        if place == 0 or not self.drawn:
             draw = torch.Generator().manual_seed(self.settings.seed * 1000 + epoch)
-            self.batches = self.task.epoch(draw)
+            self.drawn = self.task.epoch(draw)
         if place == 0:
             self.figures = None
         for group in self.optimiser.param_groups:
             group["lr"] = self.settings.rate * schedule(done, self.settings.warmup)
-        batch = self.batches[place * ranks.size() + ranks.rank()]
+        drawn = self.drawn[place * ranks.size() + ranks.rank()]
+        batch = moved(self.task.batch(drawn), self.device)
         found = _step(self.loss, batch, self.optimiser, self.settings)
         if self.average is not None:
             self.average.update_parameters(self.module)
@@ -200,10 +209,10 @@ class _Run:
             self.task.save(trial, module)
             found = worth(trial)
             shutil.rmtree(trial)
-        found = ranks.of_first(found)
+        found = ranks.of_first(found, self.device)
         say(f"epoch {epoch}: held-out tau {found:.3f}")
         if found > self.best.score and self.settings.patience is not None:
-            weights = {name: w.detach().clone() for name, w in module.state_dict().items()}
+            weights = {name: w.to(CPU, copy=True) for name, w in module.state_dict().items()}
             self.best = Best(found, epoch, weights)
 
     def ended(self) -> bool:
@@ -223,7 +232,8 @@ class _Run:
             self.module.load_state_dict(self.average.module.state_dict())
 
     def save(self) -> None:
-        """Process 0 writes; the name appears only once the content is complete."""
+        """Process 0 writes; the name appears only once the content is complete. Its tensors are
+        the CPU's, so that any device can go on from it."""
         figures = None if self.figures is None else ranks.mean(self.figures)
         if ranks.rank():
             return
@@ -238,21 +248,21 @@ class _Run:
             "figures": figures,
             "best": asdict(self.best),
         }
-        torch.save(saved, part)
+        torch.save(moved(saved, CPU), part)
         part.replace(self.path)
 
     def load(self) -> None:
         """Goes on from the checkpoint, unless it is another run's."""
         if not self.path.exists():
             return
-        saved: dict[str, Any] = torch.load(self.path, weights_only=True)
+        saved: dict[str, Any] = torch.load(self.path, map_location=CPU, weights_only=True)
         if saved["facts"] != self.facts:
             return
         self.module.load_state_dict(saved["module"])
         self.optimiser.load_state_dict(saved["optimiser"])
         if self.average is not None:
             self.average.load_state_dict(saved["average"])
-        self.step, self.figures = int(saved["step"]), saved["figures"]
+        self.step, self.figures = int(saved["step"]), moved(saved["figures"], self.device)
         self.best = Best(**saved["best"])
 
 
@@ -260,9 +270,10 @@ def _step(
     loss_of: nn.Module, batch: Any, optimiser: torch.optim.Optimizer, settings: Settings
 ) -> Tensor:
     """One update; returns the batch's figures."""
-    dtype = getattr(torch, settings.dtype)
+    dtype, kind = getattr(torch, settings.dtype), device_of(loss_of).type
+    mixed = nullcontext() if dtype == torch.float32 else torch.autocast(kind, dtype)
     optimiser.zero_grad(set_to_none=True)
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+    with mixed:
         loss, figures = loss_of(batch)
     loss.backward()
     nn.utils.clip_grad_norm_(loss_of.parameters(), settings.clip)

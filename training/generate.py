@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from forerun.models.target import Caches, Target
 from forerun.runtime.sampling import uniforms
+from forerun.training.device import CPU, moved
 from forerun.training.read import forward, read_alike, tensors_of
 
 SLOT_STEP = 32
@@ -58,6 +59,11 @@ class _Row:
     draws: list[float]
     tops: list[Top]  # [K] each
 
+    @property
+    def cached(self) -> int:
+        """Tokens before the newest one."""
+        return len(self.request.prompt) + len(self.answer) - 1
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -67,7 +73,7 @@ class Answer:
     tokens: list[int]
     """The stop token included."""
     states: Tensor
-    """`[tokens, H]`: the normed hidden state that chose each token."""
+    """`[tokens, H]` on the CPU: the normed hidden state that chose each token."""
     top: Top | None = None
 
 
@@ -105,9 +111,10 @@ class _Batch:
 
     def __init__(self, target: Target, config: GenerateConfig, size: int) -> None:
         self.target, self.config = target, config
+        self.device = target.cos.device
         self.rows: list[_Row | None] = [None] * size
-        self.length = torch.zeros(size, dtype=torch.int64)  # [B] cached tokens
-        self.last = torch.zeros(size, dtype=torch.int64)  # [B] the newest token, not cached yet
+        self.length = self._row([0] * size)  # [B] cached tokens
+        self.last = self._row([0] * size)  # [B] the newest token, not cached yet
         self.caches = target.empty_caches(size, target.capacity)
 
     @property
@@ -123,38 +130,44 @@ class _Batch:
 
         What all of them start with is read once.
         """
-        places = torch.tensor(self.free[: len(group)])
+        free = self.free[: len(group)]
+        places = self._row(free)
         prompts = [request.prompt for request in group]
         read = read_alike(self.target, prompts)
         longest = max(map(len, prompts))
         for ours, theirs in zip(tensors_of(self.caches), tensors_of(read.caches), strict=True):
             ours[places, :, :longest] = theirs
-        length = torch.tensor([len(prompt) for prompt in prompts])
+        length = self._row([len(prompt) for prompt in prompts])
         self.length[places] = length
-        for place, request in zip(places.tolist(), group, strict=True):
+        for place, request in zip(free, group, strict=True):
             table = uniforms(request.seed, self.config.max_new_tokens)
             self.rows[place] = _Row(request, [], [], table.tolist(), [])
-        last = read.rest.hidden[torch.arange(len(group)), length - read.shared - 1]  # [n, H]
-        yield from self._choose(places.tolist(), last)
+        row = self._row([*range(len(group))])
+        yield from self._choose(free, read.rest.hidden[row, length - read.shared - 1])
 
     def step(self) -> Iterator[Answer]:
         """One token for every row; idle rows come along and are ignored."""
         live = self.live
-        used = int(self.length[live].max()) + 1
+        used = max(row.cached for row in self.rows if row is not None) + 1
         used = min(-(-used // SLOT_STEP) * SLOT_STEP, self.target.capacity)
         view = Caches(*([t[:, :, :used] for t in part] for part in _parts(self.caches)))
         self.length.clamp_(max=used - 1)  # only an idle row's can lie above
         hidden = forward(self.target, self.last[:, None], self.length, view).hidden
-        self.length[live] += 1
-        yield from self._choose(live, hidden[live, 0])
+        places = self._row(live)
+        self.length[places] += 1
+        yield from self._choose(live, hidden[places, 0])
 
     def shrink(self) -> None:
         """Lets go of the idle rows once they are half of all: nobody will take them."""
         live = self.live
         if len(live) <= len(self.rows) // 2:
-            self.rows = [self.rows[place] for place in live]
-            self.length, self.last = self.length[live], self.last[live]
-            self.caches = Caches(*([t[live] for t in part] for part in _parts(self.caches)))
+            self.rows, places = [self.rows[place] for place in live], self._row(live)
+            self.length, self.last = self.length[places], self.last[places]
+            self.caches = Caches(*([t[places] for t in part] for part in _parts(self.caches)))
+
+    def _row(self, values: list[int]) -> Tensor:
+        """`values` on the target's device."""
+        return torch.tensor(values, dtype=torch.int64).to(self.device)
 
     def _choose(self, places: list[int], hidden: Tensor) -> Iterator[Answer]:
         """The next token of the rows at `places` from `hidden` `[n, H]`; yields finished rows."""
@@ -163,7 +176,7 @@ class _Batch:
         draws = torch.tensor([row.draws[len(row.answer)] for row in rows])
         logits = self.target.head(hidden)  # [n, V]
         chosen = choose(self.target.head, hidden, logits, temperature, draws)
-        self.last[places] = chosen
+        self.last[self._row(places)] = chosen
         if self.config.top:
             top = likeliest(self.target.head, hidden, logits, self.config.top)
             for row, ids, logprobs in zip(rows, top.ids, top.logprobs, strict=True):
@@ -173,7 +186,8 @@ class _Batch:
             row.states.append(state)
             if token in self.config.stop_ids or len(row.answer) == self.config.max_new_tokens:
                 self.rows[place] = None
-                yield Answer(row.request, row.answer, torch.stack(row.states), _stacked(row.tops))
+                felt = moved((torch.stack(row.states), _stacked(row.tops)), CPU)
+                yield Answer(row.request, row.answer, *felt)
 
 
 def choose(
@@ -181,20 +195,20 @@ def choose(
 ) -> Tensor:
     """One token a row `[n]`: the likeliest at temperature 0, else drawn by the inverse CDF.
 
-    `logits` `[n, V]` are the `head`'s of `hidden` `[n, H]`. In bfloat16 they tie often, so the best
-    few are scored again in float32.
+    `logits` `[n, V]` are the `head`'s of `hidden` `[n, H]`; `temperature` and `draws` `[n]` lie on
+    the CPU. In bfloat16 logits tie often, so the best few are scored again in float32.
     """
     if logits.dtype == torch.float32:
         chosen = logits.argmax(-1)
     else:
         best, scores = _rescored(head, hidden, logits, RESCORED)
         chosen = best.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
-    sampled = temperature > 0
-    if sampled.any():
-        scaled = logits[sampled].to(torch.float32) / temperature[sampled, None]
-        cdf = scaled.softmax(-1).cumsum(-1)
-        wanted = draws[sampled, None] * cdf[:, -1:]
-        chosen[sampled] = torch.searchsorted(cdf, wanted, right=True)[:, 0]
+    sampled = (temperature > 0).nonzero()[:, 0]
+    if len(sampled):
+        heat, draw = moved((temperature[sampled, None], draws[sampled, None]), logits.device)
+        rows = sampled.to(logits.device)
+        cdf = (logits[rows].to(torch.float32) / heat).softmax(-1).cumsum(-1)
+        chosen[rows] = torch.searchsorted(cdf, draw * cdf[:, -1:], right=True)[:, 0]
     assert isinstance(chosen, Tensor)
     return chosen
 

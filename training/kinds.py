@@ -9,12 +9,15 @@ from operator import add
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.drafters import find_drafter, load_drafter
 from forerun.training import ranks
 from forerun.training.data import data_of
+from forerun.training.device import CPU
 from forerun.training.dflash import DFlashTraining, features_read, train_dflash
 from forerun.training.draft import DraftTraining, train_draft
 from forerun.training.eagle import EagleTraining, feature_layers, train_eagle
@@ -46,7 +49,7 @@ class Kind:
     layers: Callable[[Any, int], tuple[int, ...]]
     """(training, the target's layers) -> the feature layers that are read."""
     train: Callable[..., object]
-    """(target, texts, output folder, training, settings, where to report, worth)"""
+    """(target, texts, output folder, training, settings, where to report, worth, device)"""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's: EAGLE's own."""
 
@@ -59,10 +62,11 @@ def _medusa(
     settings: Settings,
     say: Say,
     worth: Worth | None,
+    device: torch.device,
 ) -> None:
     data = data_of(texts, checkpoint)
     say(f"{len(data.train.tokens)} tokens to train on")
-    train_medusa(checkpoint, data, folder, training, settings, say, worth)
+    train_medusa(checkpoint, data, folder, training, settings, say, worth, device)
 
 
 def _no_features(training: object, layers: int) -> tuple[int, ...]:
@@ -105,28 +109,32 @@ def train(
     options: Options,
     say: Say,
     bundle: Path | None = None,
+    device: torch.device = CPU,
+    most: int | None = None,
 ) -> dict[int, Played]:
     """Trains a drafter, writes its folder, and reports what it is worth on held-out answers.
 
-    `bundle` holds a drafter of this shape: its measured costs predict the speedup. Under torchrun
-    all processes train, and the first one does everything else. Returns what was played by size of
-    the draft tree.
+    `bundle` holds a drafter of this shape: its measured costs predict the speedup. `most` is the
+    number of held-out answers that are played at the end; None: all. Under torchrun all processes
+    train, each on its `device`, and the first one does everything else. Returns what was played by
+    size of the draft tree.
     """
     layers = features_of_kind(kind, checkpoint.config.num_layers, options)
     settings = _taken(Settings, {**options, "betas": KINDS[kind].betas})
-    with ranks.joined():
+    with ranks.joined(device):
         first = ranks.rank() == 0
         with ranks.first_then_others():
-            texts = read_texts(checkpoint, data, layers)
+            texts = read_texts(checkpoint, data, layers, device=device)
         held_out = [text for text in texts if text.held_out and text.greedy]
         KINDS[kind].train(
             checkpoint, texts, output, _training(kind, options), settings,
-            say if first else lambda line: None, _worth(checkpoint, held_out[:JUDGED]),
+            say if first else lambda line: None, _worth(checkpoint, held_out[:JUDGED], device),
+            device,
         )  # fmt: skip
         if not first:
             return {}
     costs = None if bundle is None else Costs.of(bundle)
-    return measure(checkpoint, str(output), held_out, say, costs)
+    return measure(checkpoint, str(output), spread(held_out, most), say, costs, device=device)
 
 
 def sweep_sizes(
@@ -138,6 +146,8 @@ def sweep_sizes(
     options: Options,
     words: Sequence[str],
     say: Say,
+    device: torch.device = CPU,
+    most: int | None = None,
 ) -> None:
     """`train` for every combination of sizes in `words` (`name=1,2`); each drafter is compiled as
     `forerun compile` does by default, and its bundle measured here."""
@@ -147,7 +157,8 @@ def sweep_sizes(
     axes = axes_of(words, [name for name in SIZES if name in options])
 
     def train_point(point: Point, folder: Path) -> dict[int, Played]:
-        return train(kind, checkpoint, data, folder, {**options, **point}, say)
+        wanted = {**options, **point}
+        return train(kind, checkpoint, data, folder, wanted, say, device=device, most=most)
 
     def build(folder: Path) -> Costs:
         bundle = folder / "bundle"
@@ -167,18 +178,19 @@ def measure(
     costs: Costs | None = None,
     sizes: Sequence[int] = MEASURED,
     which: str = "held-out",
+    device: torch.device = CPU,
 ) -> dict[int, Played]:
     """Reports what the drafter `name` (a folder, a shipped one, either with `+ngram`) is worth on
     the greedy answers `texts`, by kind of prompt; with `costs` the sizes are the bundle's."""
     if not texts:
         say("no greedy answer is held out: nothing to measure on")
         return {}
-    ends, total = Columns.of(checkpoint), {}
+    ends, total = Columns.of(checkpoint).to(device), {}
     for nodes in sizes if costs is None else sorted(costs.step):
-        drafter, parts = _sized(checkpoint, name, texts, nodes), {}
+        drafter, parts = _sized(checkpoint, name, texts, nodes).to(device), {}
         for kind in sorted({text.kind for text in texts}):
             chosen = [text for text in texts if text.kind == kind]
-            parts[kind] = play(drafter, ends, chosen, nodes)
+            parts[kind] = play(drafter, ends, chosen, nodes, device)
             say(_line(f"{which} {kind}".strip(), nodes, parts[kind], costs))
         total[nodes] = reduce(add, parts.values())
         if len(parts) > 1:
@@ -194,6 +206,7 @@ def simulate(
     bundle: Path | None = None,
     sizes: Sequence[int] = MEASURED,
     everything: bool = False,
+    device: torch.device = CPU,
 ) -> dict[int, Played]:
     """`measure` on the greedy answers of the `data` folders: the held-out ones, or `everything`.
 
@@ -201,14 +214,21 @@ def simulate(
     """
     # Which features it reads does not depend on the room that its caches get.
     layers = load_drafter(find_drafter(name), checkpoint, 64).feature_layers
-    texts = read_texts(checkpoint, data, layers)
+    texts = read_texts(checkpoint, data, layers, device=device)
     chosen = [text for text in texts if text.greedy and (everything or text.held_out)]
     if not chosen:
         where = "" if everything else " is held out by hash (--all takes the others as well)"
         raise ForerunError(f"no greedy answer{where} in the data: synthesize some at temperature 0")
     costs = None if bundle is None else Costs.of(bundle)
     which = "answers" if everything else "held-out"
-    return measure(checkpoint, name, chosen, say, costs, sizes, which)
+    return measure(checkpoint, name, chosen, say, costs, sizes, which, device)
+
+
+def spread(texts: Sequence[Text], most: int | None) -> list[Text]:
+    """So many of `texts`, at even distances, so that all folders and kinds have their share; None,
+    or more than there are: all."""
+    count = len(texts) if most is None else min(most, len(texts))
+    return [texts[place * len(texts) // count] for place in range(count)]
 
 
 def _sized(checkpoint: Checkpoint, name: str, texts: Sequence[Text], nodes: int) -> Drafter:
@@ -219,15 +239,15 @@ def _sized(checkpoint: Checkpoint, name: str, texts: Sequence[Text], nodes: int)
     return drafter
 
 
-def _worth(checkpoint: Checkpoint, texts: Sequence[Text]) -> Worth | None:
+def _worth(checkpoint: Checkpoint, texts: Sequence[Text], device: torch.device) -> Worth | None:
     """Tokens a step on the answers `texts`; None where there are none."""
     if not texts:
         return None
-    ends = Columns.of(checkpoint)
+    ends = Columns.of(checkpoint).to(device)
 
     def worth(folder: Path) -> float:
-        drafter = _sized(checkpoint, str(folder), texts, JUDGED_NODES)
-        return play(drafter, ends, texts, JUDGED_NODES).tau
+        drafter = _sized(checkpoint, str(folder), texts, JUDGED_NODES).to(device)
+        return play(drafter, ends, texts, JUDGED_NODES, device).tau
 
     return worth
 

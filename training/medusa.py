@@ -20,6 +20,7 @@ from forerun.models.medusa import Medusa, MedusaConfig
 from forerun.models.medusa_folder import save_medusa
 from forerun.training.begin import begin, take_over
 from forerun.training.data import Answers, Data, commonest
+from forerun.training.device import CPU, device_of
 from forerun.training.evaluate import Measured, in_vocabulary, measure
 from forerun.training.fit import Settings, Task, Worth, fit
 from forerun.training.shards import check_target
@@ -77,6 +78,7 @@ def train_medusa(
     settings: Settings,
     say: Callable[[str], None] = lambda line: None,
     worth: Worth | None = None,
+    device: torch.device = CPU,
 ) -> MedusaConfig:
     """Trains heads on `data.train`, measures them on `data.held_out`, writes `folder`.
 
@@ -98,7 +100,7 @@ def train_medusa(
     def save(where: Path, trained: Heads) -> None:
         written.append(_write(where, checkpoint, data, trained, ids, training, settings))
 
-    task = _task(heads, data.train, vocabulary, ids, training, settings, save)
+    task = _task(heads.to(device), data.train, vocabulary, ids, training, settings, save)
     fit(task, folder, settings, say, worth)
     config, result = written[-1]
     for line in result.lines:
@@ -151,10 +153,19 @@ def _write(
         "train_tokens": len(data.train.tokens),
         "held_out": result.facts,
     }
-    tensors = {name: tensor.to(torch.float16) for name, tensor in heads.state_dict().items()}
+    tensors = {name: part.to(CPU, torch.float16) for name, part in heads.state_dict().items()}
     tensors["ids"] = ids.to(torch.int32)
     save_medusa(folder, config, tensors, facts)
     return config, result
+
+
+@dataclass(frozen=True)
+class Positions:
+    """n places in answers, and what each head is to say there."""
+
+    states: Tensor  # [n, H]
+    known: tuple[Tensor, ...]  # a head each, [m] int64: the places that it has something to say at
+    labels: tuple[Tensor, ...]  # a head each, [m] int64: the column of the true token
 
 
 def _task(
@@ -165,13 +176,13 @@ def _task(
     training: MedusaTraining,
     settings: Settings,
     save: Callable[[Path, Heads], None],
-) -> Task[Tensor]:
+) -> Task[Positions]:
     """Cross-entropy of every head against the token that followed.
 
     The heads share no parameter and AdamW ignores a loss's scale, so the heads' losses are summed
     without the weights that Medusa gives them.
     """
-    output = vocabulary[ids].to(getattr(torch, settings.dtype))  # [V', H]
+    output = vocabulary[ids].to(device_of(heads), getattr(torch, settings.dtype))  # [V', H]
     labels = in_vocabulary(answers.following(training.heads), ids, len(vocabulary))
     usable = (labels >= 0).any(1).nonzero()[:, 0]
 
@@ -179,12 +190,17 @@ def _task(
         order = usable[torch.randperm(len(usable), generator=draw)]
         return [*torch.split(order, training.batch)][: max(len(usable) // training.batch, 1)]
 
-    def loss(rows: Tensor) -> tuple[Tensor, Tensor]:
-        states, found = answers.states[rows].to(torch.float32), []
-        for head, x in enumerate(heads(states)):  # one by one, to save memory
-            label = labels[rows, head]
-            known = label >= 0
-            mean = VocabularyLoss.apply(x[known], output, label[known])  # type: ignore[no-untyped-call]
+    def batch(rows: Tensor) -> Positions:
+        columns = labels[rows].T  # [heads, n]
+        known = tuple((column >= 0).nonzero()[:, 0] for column in columns)
+        parts = zip(columns, known, strict=True)
+        return Positions(answers.states[rows], known, tuple(c[places] for c, places in parts))
+
+    def loss(positions: Positions) -> tuple[Tensor, Tensor]:
+        states, found = heads(positions.states.to(torch.float32)), []
+        # One by one, to save memory.
+        for x, known, label in zip(states, positions.known, positions.labels, strict=True):
+            mean = VocabularyLoss.apply(x[known], output, label)  # type: ignore[no-untyped-call]
             found.append(mean)
         figures = torch.stack(found)
         return figures.sum(), figures
@@ -194,7 +210,7 @@ def _task(
 
     steps = max(len(usable) // training.batch, 1)
     facts = json.dumps([asdict(training), len(usable)])
-    return Task(heads, steps, epoch, loss, facts, told, save)
+    return Task(heads, steps, epoch, batch, loss, facts, told, save)
 
 
 class VocabularyLoss(torch.autograd.Function):

@@ -45,6 +45,8 @@ class SynthesizeConfig:
     dtype: str = "bfloat16"
     threads: int = field(default_factory=torch.get_num_threads)
     """What a shard is decoded with: low precision rounds otherwise with another number."""
+    device: str = "cpu"
+    """The kind of device, `cpu` or `cuda`: it rounds otherwise as well."""
 
     def room(self, checkpoint: Checkpoint) -> int:
         """The longest prompt that may be answered. Raises ForerunError where there is none."""

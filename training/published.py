@@ -25,12 +25,14 @@ LAYER_NAMES = {
 
 
 def by_published_names(module: nn.Module, name_of: Callable[[str], str]) -> dict[str, Tensor]:
-    """The parameters of `module`, linear layers as `[out, in]`; `name_of` names a submodule."""
+    """The parameters of `module` on the CPU, linear layers as `[out, in]`; `name_of` names a
+    submodule."""
     found: dict[str, Tensor] = {}
     for name, weight in module.named_parameters():
         owner, _, part = name.rpartition(".")
         lies = weight.dim() == 2 and isinstance(module.get_submodule(owner), Linear)
-        found[f"{name_of(owner)}.{part}"] = weight.detach().T if lies else weight.detach()
+        here = weight.detach().cpu()
+        found[f"{name_of(owner)}.{part}"] = here.T if lies else here
     return found
 
 

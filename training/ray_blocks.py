@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ KNOCK_SECONDS = 10.0
 def ray_run(load: Callable[[], Checkpoint]) -> Run:
     """A `run` for `synthesize` on the cluster that RAY_ADDRESS names, or on a local one.
 
-    Its workers load the target by `load`; each takes as many CPUs as a shard has threads. Raises
-    MissingDependencyError without Ray.
+    Its workers load the target by `load`; each takes as many CPUs as a shard has threads, and a
+    GPU where that is the device. Raises MissingDependencyError without Ray.
     """
     try:
         import ray
@@ -47,15 +47,20 @@ def ray_run(load: Callable[[], Checkpoint]) -> Run:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.WARNING)
-        nodes = [int(n["Resources"].get("CPU", 0)) for n in ray.nodes() if n["Alive"]]
-        threads = min(config.threads, max(nodes))  # fewer CPUs are slower, and give the same
-        count = min(sum(cpus // threads for cpus in nodes), len(shards))
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        # Fewer CPUs are slower, and give the same.
+        threads = min(config.threads, max(int(node.get("CPU", 0)) for node in nodes))
+        needs = {"CPU": threads} | ({"GPU": 1} if config.device == "cuda" else {})
+        count = min(sum(_workers(node, needs) for node in nodes), len(shards))
+        if not count:
+            raise ForerunError("--device cuda: no GPU in the Ray cluster: choose --device cpu")
         rows = [{"number": shard.number, "jobs": _packed(shard.jobs)} for shard in shards]
         made = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
             _Worker,
             fn_constructor_args=(load, slots, str(folder.absolute()), config, layers),
             concurrency=count,
             num_cpus=threads,
+            num_gpus=needs.get("GPU"),
         )
         added = 0
         try:
@@ -69,6 +74,11 @@ def ray_run(load: Callable[[], Checkpoint]) -> Run:
         return added
 
     return run
+
+
+def _workers(node: Mapping[str, float], needs: Mapping[str, int]) -> int:
+    """How many workers that take `needs` a node has room for."""
+    return min(int(node.get(name, 0)) // amount for name, amount in needs.items())
 
 
 def _connect(ray: Any) -> None:

@@ -28,26 +28,28 @@ def read_alike(target: Target, texts: Sequence[Sequence[int]], taps: Collection[
     longest = max(map(len, texts))
     shared = min(common_prefix(texts), min(map(len, texts)) - 1)
     caches = target.empty_caches(len(texts), longest)
+    device = target.cos.device
     begun: Forward | None = None
     if shared:
         one = target.empty_caches(1, shared)
-        prefix = torch.tensor([list(texts[0][:shared])])
-        begun = forward(target, prefix, torch.zeros(1, dtype=torch.int64), one, taps)
+        prefix = torch.tensor([list(texts[0][:shared])]).to(device)
+        begun = forward(target, prefix, prefix.new_zeros(1), one, taps)
         for ours, theirs in zip(tensors_of(caches), tensors_of(one), strict=True):
             ours[:, :, :shared] = theirs
     tokens = torch.full((len(texts), longest - shared), -1)
     for row, text in enumerate(texts):
         tokens[row, : len(text) - shared] = torch.tensor(list(text[shared:]))
-    start = torch.full((len(texts),), shared)
-    return Read(caches, shared, begun, forward(target, tokens, start, caches, taps))
+    start = torch.full((len(texts),), shared, device=device)
+    rest = forward(target, tokens.to(device), start, caches, taps)
+    return Read(caches, shared, begun, rest)
 
 
 def forward(
     target: Target, tokens: Tensor, start: Tensor, caches: Caches, taps: Collection[int] = ()
 ) -> Forward:
     """`tokens` `[B, T]` written from slot `start` `[B]` on; each sees all slots up to its own."""
-    positions = start[:, None] + torch.arange(tokens.shape[1])  # [B, T]
-    slots = torch.arange(caches.keys[0].shape[2])
+    positions = start[:, None] + torch.arange(tokens.shape[1], device=start.device)  # [B, T]
+    slots = torch.arange(caches.keys[0].shape[2], device=start.device)
     mask = slots <= positions[..., None]  # [B, T, S]
     window = target.config.window
     sliding = mask & (positions[..., None] - slots < window) if window else None

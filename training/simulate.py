@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun.models.drafter import Committed, Drafter, Vocabulary
 from forerun.models.drafting import Drafting
 from forerun.models.ops import scatter_in_place
+from forerun.training.device import CPU, moved
 from forerun.training.texts import Text
 
 ROWS = 48
@@ -53,26 +54,39 @@ NOTHING = Played(0, 0, ())
 
 
 @torch.inference_mode()
-def play(drafter: Drafter, vocabulary: Vocabulary, texts: Sequence[Text], nodes: int) -> Played:
+def play(
+    drafter: Drafter,
+    vocabulary: Vocabulary,
+    texts: Sequence[Text],
+    nodes: int,
+    device: torch.device = CPU,
+) -> Played:
     """Decodes the answers of `texts` with draft trees of `nodes` nodes.
 
-    `texts` are greedy answers with the feature layers that `drafter` reads.
+    `texts` are greedy answers with the feature layers that `drafter` reads; `drafter` and
+    `vocabulary` are on `device`.
     """
     total = NOTHING
     ordered = sorted((text for text in texts if len(text.states) > 1), key=lambda t: len(t.tokens))
     for start in range(0, len(ordered), ROWS):
-        game = _Game(drafter, vocabulary, ordered[start : start + ROWS], nodes)
+        game = _Game(drafter, vocabulary, ordered[start : start + ROWS], nodes, device)
         for found in game.steps():
             total += found
     return total
 
 
 class _Game:
-    """B answers side by side."""
+    """B answers side by side. The host keeps the books; drafting and its state are on `device`."""
 
     def __init__(
-        self, drafter: Drafter, vocabulary: Vocabulary, texts: Sequence[Text], nodes: int
+        self,
+        drafter: Drafter,
+        vocabulary: Vocabulary,
+        texts: Sequence[Text],
+        nodes: int,
+        device: torch.device,
     ) -> None:
+        self.device = device
         self.drafter, self.vocabulary, self.texts, self.nodes = drafter, vocabulary, texts, nodes
         self.depth = drafter.max_depth()
         size = len(texts)
@@ -86,8 +100,8 @@ class _Game:
         for row, text in enumerate(texts):
             self.tokens[row, : len(text.tokens)] = text.tokens
             self.features[row, : len(text.tokens)] = text.features.to(torch.float32)
-        self.states = [spec.zeros(size, self.slots) for spec in drafter.states()]
-        self.yes = torch.tensor(True)
+        self.states = [spec.zeros(size, self.slots, device) for spec in drafter.states()]
+        self.yes = torch.tensor(True).to(device)
         self.at = torch.tensor([text.prompt for text in texts])  # [B] the root's position
         self.ends = torch.tensor([len(text.tokens) for text in texts])
 
@@ -136,15 +150,17 @@ class _Game:
             top_p=torch.ones(size),
             branching=False,
         )
-        drafting = Drafting(self.vocabulary, self.drafter, committed)
+        drafting = Drafting(self.vocabulary, self.drafter, moved(committed, self.device))
         self.states = drafting.remember(self.yes, self.states, scatter_in_place)
         return drafting
 
     def _draft(self, drafting: Drafting) -> tuple[Tensor, Tensor]:
-        """The next tree's tokens and parents, `[B, N]` each; the root's parent is itself."""
+        """The next tree's tokens and parents, `[B, N]` each, on the CPU; the root's parent is
+        itself."""
         shape = self.drafter.tree(self.nodes)
         slots = torch.arange(self.nodes) if shape is None else torch.tensor(shape.slots)
-        tree, self.states = drafting.next_tree(self.yes, slots, self.states)
+        found, self.states = drafting.next_tree(self.yes, slots.to(self.device), self.states)
+        tree = moved(found, CPU)
         if shape is None:
             return tree["next_tokens"], tree["next_parents"]
         parents = torch.tensor(shape.parents).clamp(min=0)

@@ -74,10 +74,12 @@ class Block:
         config: SynthesizeConfig,
         layers: tuple[int, ...],
     ) -> Block:
-        """With a target of so many cache slots; sets the process's number of threads."""
+        """With a target of so many cache slots on the device that `config` names; sets the
+        process's number of threads."""
         torch.set_num_threads(config.threads)
         target = Target(checkpoint.config, checkpoint.weights, slots, "torch").eval()
-        return cls(checkpoint, target.to(DTYPES[config.dtype]), folder, config, layers)
+        target = target.to(config.device, DTYPES[config.dtype])
+        return cls(checkpoint, target, folder, config, layers)
 
     def make(self, shard: Open, advance: Callable[[], None] = lambda: None) -> int:
         """Writes what the shard lacks; how many answer tokens that added."""
@@ -246,7 +248,8 @@ def _manifest(checkpoint: Checkpoint, plan: Plan, config: SynthesizeConfig) -> d
 def _check(path: Path, manifest: dict[str, Any]) -> None:
     """Raises ForerunError where the manifest that is there is of other data."""
     try:
-        found = json.loads(path.read_text())
+        # What no device was named in was made by versions that had no other.
+        found = {"device": "cpu"} | json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ForerunError(f"{path}: can't read it ({error}): choose another folder") from None
     for key in (*manifest, *found):

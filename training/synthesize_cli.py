@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from forerun.errors import ForerunError
+from forerun.training.cli import DEVICE
 
 if TYPE_CHECKING:
     from forerun.training.synthesize import Run
@@ -88,6 +89,7 @@ PATH = click.Path(path_type=Path)
     help="What a shard is decoded with; Ray's workers take as many CPUs. Default: one a core.",
 )
 @click.option("--ray", is_flag=True, help="On the Ray cluster of RAY_ADDRESS, or a local one.")
+@DEVICE
 def synthesize_command(
     target: str,
     prompts: Path,
@@ -107,6 +109,7 @@ def synthesize_command(
     dtype: str,
     threads: int | None,
     ray: bool,
+    device: str,
 ) -> None:
     """Lets TARGET answer prompts, as training data. Goes on where a killed run stopped."""
     import time
@@ -115,6 +118,7 @@ def synthesize_command(
 
     from forerun.models.checkpoint import load_checkpoint
     from forerun.runtime.prompts import read_prompts
+    from forerun.training.device import find_device
     from forerun.training.filters import Excluded
     from forerun.training.plan import SynthesizeConfig
     from forerun.training.synthesize import synthesize
@@ -131,6 +135,8 @@ def synthesize_command(
         top_logprobs=top_logprobs,
         dtype=dtype,
         threads=threads or torch.get_num_threads(),
+        # Whether a cluster has GPUs is its own to say.
+        device="cuda" if ray and device == "cuda" else find_device(device).type,
     )
     asked = read_prompts(prompts, limit)
     excluded = Excluded.of(prompt for path in exclude for prompt in read_prompts(path))

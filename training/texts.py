@@ -17,6 +17,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import NORMED
 from forerun.models.target import Forward, Target
 from forerun.progress import progress
+from forerun.training.device import CPU
 from forerun.training.read import read_alike
 from forerun.training.shards import (
     DTYPES,
@@ -45,10 +46,15 @@ class Text:
 
 
 def read_texts(
-    checkpoint: Checkpoint, folders: Sequence[Path], layers: Sequence[int], dtype: str = "bfloat16"
+    checkpoint: Checkpoint,
+    folders: Sequence[Path],
+    layers: Sequence[int],
+    dtype: str = "bfloat16",
+    device: torch.device = CPU,
 ) -> list[Text]:
     """All texts of the data `folders`, with the target's feature `layers` (`NORMED`, or the layers
-    that they enter; none: features of no width). They are computed once and kept beside the data.
+    that they enter; none: features of no width). They are computed once, on `device`, and kept
+    beside the data.
 
     Raises ForerunError where a folder is no data or another target's, or a shard is damaged.
     """
@@ -56,7 +62,7 @@ def read_texts(
     paths = [path for folder in folders for path in shard_files(folder)]
     missing = [path for path in paths if not _beside(path, layers).exists()]
     if layers and missing:
-        _compute(checkpoint, missing, layers, dtype)
+        _compute(checkpoint, missing, layers, dtype, device)
     texts: list[Text] = []
     for path in paths:
         try:
@@ -95,7 +101,11 @@ def _read(path: Path, layers: Sequence[int]) -> Iterator[Text]:
 
 
 def _compute(
-    checkpoint: Checkpoint, paths: Sequence[Path], layers: Sequence[int], dtype: str
+    checkpoint: Checkpoint,
+    paths: Sequence[Path],
+    layers: Sequence[int],
+    dtype: str,
+    device: torch.device,
 ) -> None:
     """The features of shards, a file beside each."""
     target: Target | None = None
@@ -106,7 +116,7 @@ def _compute(
             if target is None or target.capacity < longest:
                 capacity = max(longest, 1024)
                 target = Target(checkpoint.config, checkpoint.weights, capacity, "torch").eval()
-                target.to(DTYPES[dtype])
+                target.to(device, DTYPES[dtype])
             write_features(target, path, layers)
             advance()
 
@@ -127,7 +137,7 @@ def write_features(target: Target, path: Path, layers: Sequence[int]) -> None:
 
 @torch.inference_mode()
 def features_of(target: Target, texts: Sequence[Tensor], layers: Sequence[int]) -> list[Tensor]:
-    """Each text's features `[n, F]`. Texts that begin alike go together."""
+    """Each text's features `[n, F]` on the CPU. Texts that begin alike go together."""
     tokens = [text.tolist() for text in texts]
     order = sorted(range(len(texts)), key=lambda place: tokens[place])
     taps = {layer for layer in layers if layer != NORMED}
@@ -135,8 +145,8 @@ def features_of(target: Target, texts: Sequence[Tensor], layers: Sequence[int]) 
     for first in range(0, len(order), TEXTS_AT_ONCE):
         group = order[first : first + TEXTS_AT_ONCE]
         read = read_alike(target, [tokens[place] for place in group], taps)
-        begun = [] if read.begun is None else [_side_by_side(read.begun, layers)[0]]
-        rest = _side_by_side(read.rest, layers)
+        begun = [] if read.begun is None else [_side_by_side(read.begun, layers)[0].to(CPU)]
+        rest = _side_by_side(read.rest, layers).to(CPU)
         for row, place in enumerate(group):
             own = rest[row, : len(tokens[place]) - read.shared]
             found[place] = torch.cat([*begun, own])

@@ -40,12 +40,30 @@ class TrainableRotary(Rotary):
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
+class TrainableNorm(nn.RMSNorm):
+    """The same norm computed in its weight's dtype whatever autocast makes of its input: torch has
+    no fused kernel for two dtypes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+    @classmethod
+    def of(cls, norm: nn.RMSNorm) -> TrainableNorm:
+        """In place of `norm`, with its very weight."""
+        made = cls(norm.normalized_shape, eps=norm.eps)
+        made.weight = norm.weight
+        return made
+
+
 def trainable(drafter: D, layer: DraftLayerConfig, capacity: int) -> D:
     """`drafter` with gradients everywhere."""
     rotary = TrainableRotary(layer, capacity)
     for module in [*drafter.modules()]:
         if isinstance(getattr(module, "rotary", None), Rotary):
             module.rotary = rotary
+        for name, part in module.named_children():
+            if isinstance(part, nn.RMSNorm):
+                setattr(module, name, TrainableNorm.of(part))
     return drafter.requires_grad_(True).train()
 
 
@@ -87,10 +105,18 @@ class Batch:
     places: Tensor  # [B, m] int64: the context rows that are queries
     states: Tensor  # [B, m + 1 + unroll, H]: what chose answer token 0, 1, ...
     known: Tensor  # [B, m + 1 + unroll] bool: answer tokens that are there
+    rows: tuple[Tensor, ...]
+    """For each unrolled step `[2, u]` int64: text and query row of what the loss runs over."""
+    labels: tuple[Tensor, ...]
+    """For each unrolled step `[u]` int64: the true token's place among the drafter's."""
 
 
-def batch_of(texts: Sequence[Text], unroll: int) -> Batch:
-    """Pads `texts`, each with an answer of two tokens or more."""
+def batch_of(texts: Sequence[Text], unroll: int, columns: Tensor) -> Batch:
+    """Pads `texts`, each with an answer of two tokens or more. `columns` `[V]` are the tokens'
+    places among the drafter's, or -1.
+
+    All that depends on the data's values is settled here: a GPU would wait for the host.
+    """
     longest = max(len(text.tokens) for text in texts)
     rows = max(len(text.states) for text in texts) - 1
     size = len(texts)
@@ -104,24 +130,21 @@ def batch_of(texts: Sequence[Text], unroll: int) -> Batch:
         tokens[row, :n], features[row, :n] = text.tokens, text.features
         states[row, :answer], known[row, :answer] = text.states, True
         places[row] = (text.prompt - 1 + torch.arange(rows)).clamp(max=n - 1)
-    return Batch(tokens, features, places, states, known)
+    chosen, labels = [], []
+    for step in range(unroll):
+        ahead = (places + step + 2).clamp(max=tokens.shape[1] - 1)
+        label = columns[tokens.gather(1, ahead)]  # [B, m]
+        usable = known[:, step + 1 : step + 1 + rows] & (label >= 0)
+        chosen.append(usable.nonzero().T)
+        labels.append(label[usable])
+    return Batch(tokens, features, places, states, known, tuple(chosen), tuple(labels))
 
 
-@dataclass(frozen=True)
-class Unrolled:
-    """What one unrolled step said at every query row."""
-
-    logits: Tensor  # [B, m, V']
-    labels: Tensor  # [B, m] int64: the true token
-    ahead: slice
-    """Which answer tokens those are, as `Batch` counts them."""
-    known: Tensor  # [B, m] bool: rows that have one
-
-
-def unroll(drafter: Eagle, batch: Batch, vocabulary: Vocabulary, steps: int) -> Iterator[Unrolled]:
-    """The unrolled steps one after the other; step j drafts the token at `place + 2 + j`."""
-    n, rows = batch.features.shape[1], batch.places.shape[1]
-    everywhere = torch.arange(n).expand(len(batch.tokens), -1)
+def unroll(drafter: Eagle, batch: Batch, vocabulary: Vocabulary) -> Iterator[Tensor]:
+    """The logits `[B, m, V']` of the unrolled steps one after the other; step j drafts the token at
+    `place + 2 + j`."""
+    n, rows, device = batch.features.shape[1], batch.places.shape[1], batch.places.device
+    everywhere = torch.arange(n, device=device).expand(len(batch.tokens), -1)
     embedded = vocabulary.embedding(batch.tokens[:, 1 : n + 1])
     residual, x = drafter.enter(embedded, drafter.fuse(batch.features.to(embedded.dtype)))
     seen = [
@@ -134,8 +157,8 @@ def unroll(drafter: Eagle, batch: Batch, vocabulary: Vocabulary, steps: int) -> 
     residual = residual.gather(1, wide.expand(-1, -1, residual.shape[2]))
     x = x.gather(1, wide.expand(-1, -1, x.shape[2]))
     features = x
-    itself = torch.eye(rows, dtype=torch.bool).expand(len(batch.tokens), -1, -1)
-    for step in range(steps):
+    itself = torch.eye(rows, dtype=torch.bool, device=device).expand(len(batch.tokens), -1, -1)
+    for step in range(len(batch.rows)):
         positions = batch.places + step
         if step:
             tokens = batch.tokens.gather(1, positions + 1)
@@ -144,34 +167,27 @@ def unroll(drafter: Eagle, batch: Batch, vocabulary: Vocabulary, steps: int) -> 
         x = residual + drafter.attention(x, positions, seen)
         x = x + drafter.mlp(drafter.mlp_norm(x))
         logits, features = drafter.leave(x, vocabulary)
-        ahead = slice(step + 1, step + 1 + rows)
-        truth = batch.tokens.gather(1, (positions + 2).clamp(max=batch.tokens.shape[1] - 1))
-        yield Unrolled(logits, truth, ahead, batch.known[:, ahead])
+        yield logits
 
 
-def losses(
-    drafter: Eagle,
-    batch: Batch,
-    vocabulary: Columns,
-    columns: Tensor,
-    steps: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def losses(drafter: Eagle, batch: Batch, vocabulary: Columns) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy of each step `[steps]`; how many rows had all drafts right up to it, and how
-    many there were `[steps]`. `columns` `[V]` are the tokens' places among the drafter's, or -1."""
+    many there were `[steps]`."""
     found, right, counts = [], [], []
     streak: Tensor | None = None
     with torch.no_grad():
         wanted = vocabulary.logits(batch.states.to(vocabulary.output.dtype))
         wanted = wanted.to(torch.float32).softmax(-1)  # [B, m + 1 + unroll, V']
-    for step in unroll(drafter, batch, vocabulary, steps):
-        label = columns[step.labels]
-        usable = step.known & (label >= 0)
-        logits = step.logits[usable].to(torch.float32)  # [u, V']
+    parts = zip(unroll(drafter, batch, vocabulary), batch.rows, batch.labels, strict=True)
+    for step, (said, (text, row), label) in enumerate(parts):
+        logits = said[text, row].to(torch.float32)  # [u, V']
+        known = batch.known[:, step + 1 : step + 1 + said.shape[1]]  # [B, m]
         with torch.no_grad():
-            hit = torch.zeros_like(usable)
-            hit[usable] = logits.argmax(-1) == label[usable]
+            hit = torch.zeros_like(known)
+            hit[text, row] = logits.argmax(-1) == label
             streak = hit if streak is None else streak & hit
-            right.append((streak & step.known).sum())
-            counts.append(step.known.sum())
-        found.append(-(wanted[:, step.ahead][usable] * logits.log_softmax(-1)).sum(-1).mean())
+            right.append((streak & known).sum())
+            counts.append(known.sum())
+        truth = wanted[text, row + step + 1]
+        found.append(-(truth * logits.log_softmax(-1)).sum(-1).mean())
     return torch.stack(found), torch.stack(right), torch.stack(counts)

@@ -16,14 +16,16 @@ from forerun.models.drafter import Committed  # noqa: E402
 from forerun.models.drafters import find_drafter, load_drafter, vocabulary_matrix  # noqa: E402
 from forerun.training.dflash import (  # noqa: E402
     DFlashTraining,
-    blocks_of,
     default_reach,
-    draw_anchors,
-    losses,
-    read_blocks,
     spread_layers,
     start,
     train_dflash,
+)
+from forerun.training.dflash_blocks import (  # noqa: E402
+    blocks_of,
+    draw_anchors,
+    losses,
+    read_blocks,
 )
 from forerun.training.fit import CHECKPOINT, Settings  # noqa: E402
 from forerun.training.kinds import train  # noqa: E402
@@ -87,7 +89,7 @@ def test_a_training_row_says_what_drafting_says(
     group = [(texts[place], texts[place].prompt + torch.tensor(at)) for place, at in
              ((1, [0, 3, 6]), (5, [2, 4]))]  # fmt: skip
     with torch.no_grad():
-        rows = read_blocks(drafter, blocks_of(group, drafter.config), lesson.ends)
+        rows = read_blocks(drafter, blocks_of(group, drafter.config, lesson.columns), lesson.ends)
         said = drafter.predict(rows, lesson.ends).unflatten(1, (-1, training.block))[:, :, 1:]
         for row, (text, anchors) in enumerate(group):
             for number, anchor in enumerate(anchors.tolist()):
@@ -103,7 +105,7 @@ def test_losses_are_the_definitions(checkpoint: Any, texts: list[Any]) -> None:
     group = [(text, draw_anchors(text, 3, torch.Generator().manual_seed(1))) for text in texts[1:6]]
     with torch.no_grad():
         sums, counts, right, known = losses(
-            drafter, blocks_of(group, drafter.config), lesson.ends, lesson.columns
+            drafter, blocks_of(group, drafter.config, lesson.columns), lesson.ends
         )
     expected = [[0.0, 0, 0, 0] for _ in range(4)]
     matrix, ids = vocabulary_matrix(checkpoint), lesson.ids.tolist()

@@ -18,6 +18,7 @@ from forerun.training.draft import (  # noqa: E402
     DraftTraining,
     in_fewer_dimensions,
     losses,
+    pages_of,
     read,
     start,
     train_draft,
@@ -81,7 +82,7 @@ def test_losses_are_the_definitions(checkpoint: Any, texts: list[Any]) -> None:
     assert len({len(text.tokens) for text in group}) > 1
     answers, prompts, hits = [], [], []
     with torch.no_grad():
-        found = losses(drafter, group, lesson.ends, lesson.columns)
+        found = losses(drafter, pages_of(group, lesson.columns), lesson.ends)
         for text in group:
             said = drafter.head(read(drafter, text.tokens[None]))[0]
             for place in range(1, len(text.tokens)):

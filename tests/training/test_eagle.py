@@ -83,11 +83,11 @@ def test_an_unrolled_step_says_what_drafting_says(
     drafted = Text(tokens, text.prompt, features, answer, "loop", False, True)
     trained = trainable(drafter, layer, SLOTS)
     with torch.no_grad():
-        steps = list(unroll(trained, batch_of([drafted], 4), both, 4))
+        steps = list(unroll(trained, batch_of([drafted], 4, torch.arange(vocabulary)), both))
     row = known - text.prompt  # its context row is `known - 1`
-    found = [int(step.logits[0, row].argmax()) for step in steps]
+    found = [int(step[0, row].argmax()) for step in steps]
     assert found == proposal.tokens[0].tolist()
-    scores = [float(step.logits[0, row].log_softmax(-1).max()) for step in steps]
+    scores = [float(step[0, row].log_softmax(-1).max()) for step in steps]
     torch.testing.assert_close(
         torch.tensor(scores).cumsum(0), proposal.scores[0], atol=1e-4, rtol=1e-4
     )
@@ -103,8 +103,8 @@ def test_company_and_padding_change_no_loss(checkpoint: Any, kind: str, texts_of
     texts = [text for text in texts_of(checkpoint, feature_layers(kind, 6), 12) if text.prompt == 4]
     assert len({len(text.tokens) for text in texts}) > 1
     both = Columns.of(checkpoint, ids)
-    together = losses(trained, batch_of(texts, 3), both, columns, 3)
-    apart = [losses(trained, batch_of([text], 3), both, columns, 3) for text in texts]
+    together = losses(trained, batch_of(texts, 3, columns), both)
+    apart = [losses(trained, batch_of([text], 3, columns), both) for text in texts]
     for place in (1, 2):  # counts
         assert together[place].tolist() == sum(part[place] for part in apart).tolist()
     for step in range(3):

@@ -47,7 +47,7 @@ def task_of(net: nn.Module) -> Task[tuple[Tensor, Tensor]]:
         folder.mkdir(exist_ok=True)
         torch.save(trained.state_dict(), folder / "net.pt")
 
-    return Task(net, BATCHES, epoch, loss, "regression", told, save)
+    return Task(net, BATCHES, epoch, lambda rows: rows, loss, "regression", told, save)
 
 
 def written(folder: Path) -> nn.Module:

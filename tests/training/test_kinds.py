@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from safetensors.torch import save_file  # noqa: E402
 
 from forerun.compiler.eager import EagerStep  # noqa: E402
 from forerun.errors import ForerunError  # noqa: E402
@@ -19,7 +22,7 @@ from forerun.models.step import Step  # noqa: E402
 from forerun.models.target import Target  # noqa: E402
 from forerun.runtime.prompts import Prompt  # noqa: E402
 from forerun.training import texts as module  # noqa: E402
-from forerun.training.kinds import KINDS, simulate, train  # noqa: E402
+from forerun.training.kinds import KINDS, simulate, spread, train  # noqa: E402
 from forerun.training.plan import SynthesizeConfig  # noqa: E402
 from forerun.training.synthesize import synthesize  # noqa: E402
 from forerun.training.synthesize_cli import _layers  # noqa: E402
@@ -178,6 +181,52 @@ def test_features_are_those_of_a_step_and_kept(
     monkeypatch.setattr(module, "_compute", computed)
     again = read_texts(checkpoint, [data], layers)
     assert all(torch.equal(a.features, b.features) for a, b in zip(texts, again, strict=True))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's counters")
+def test_features_stay_in_their_files_until_they_are_used(checkpoint: Any, tmp_path: Path) -> None:
+    """200 MB of them cost no memory of the process's own."""
+    texts, length, width, hidden = 16, 4096, 800, checkpoint.config.hidden_size
+    (tmp_path / "manifest.json").write_text(json.dumps({"target_digest": checkpoint.digest}))
+    (tmp_path / "features-2").mkdir()
+    columns = {
+        "tokens": torch.zeros(texts * length, dtype=torch.int32),
+        "lengths": torch.full((texts,), length, dtype=torch.int32),
+        "prompt_lengths": torch.full((texts,), length - 2, dtype=torch.int32),
+        "states": torch.zeros(2 * texts, hidden, dtype=torch.bfloat16),
+        "temperatures": torch.zeros(texts),
+        "held_out": torch.zeros(texts, dtype=torch.uint8),
+    }
+    for shard in ("00000.safetensors", "00001.safetensors"):
+        save_file(columns, tmp_path / shard, {"categories": json.dumps(["chat"] * texts)})
+        rows = torch.full((texts * length, width), 3, dtype=torch.bfloat16)
+        save_file({"features": rows}, tmp_path / "features-2" / shard)
+    del rows
+    before = own_memory()
+    found = read_texts(checkpoint, [tmp_path], (2,))
+    assert sum(text.features.nbytes for text in found) > 200e6
+    assert own_memory() - before < 20e6
+    assert float(found[-1].features[-1, -1]) == 3
+
+
+def own_memory() -> int:
+    """Bytes of the process that no file stands behind."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kilobytes,) = (line.split()[1] for line in lines if line.startswith("RssAnon:"))
+    return int(kilobytes) * 1024
+
+
+@pytest.mark.parametrize(("most", "kept"), [(None, 7), (9, 7), (3, 3), (1, 1)])
+def test_as_many_answers_as_asked_for_are_measured_on(
+    checkpoint: Any, texts_of: Any, tmp_path: Path, most: int | None, kept: int
+) -> None:
+    """From all over the data, none twice."""
+    texts = texts_of(checkpoint, (), 7)
+    found = spread(texts, most)
+    places = [next(i for i, text in enumerate(texts) if text is one) for one in found]
+    assert len(places) == kept
+    assert places == sorted(set(places))
+    assert places == [*range(7)] or max(b - a for a, b in pairwise([*places, 7])) <= -(-7 // kept)
 
 
 def test_a_damaged_shard_or_foreign_features_are_one_line(
