@@ -48,10 +48,11 @@ def store_low_bits(graph: ir.Graph) -> None:
     """Give the codes of every DequantizeLinear the type that they stand for."""
     for node in graph:
         codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
-        if codes is None or codes.const_value is None or codes.dtype not in STORED:
+        if codes is None or codes.const_value is None or codes.dtype is None:
             continue
-        codes.dtype = STORED[codes.dtype]
-        codes.const_value = _stored(codes.const_value, codes.dtype)
+        dtype = STORED.get(codes.dtype)
+        if dtype is not None:
+            codes.dtype, codes.const_value = dtype, _stored(codes.const_value, dtype)
 
 
 def _stored(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:

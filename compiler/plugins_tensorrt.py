@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Sequence
+from types import GenericAlias
 from typing import Any
 
 from forerun.compiler.functions import DOMAIN
@@ -68,8 +69,8 @@ def _register(trt: Any, plugin: Any, kernel: PluginKernel, capability: int) -> N
 
     # TensorRT reads the tensors' names and number from the functions' signatures.
     named = [_parameter(name, plugin.TensorDesc) for name in launch.inputs]
-    several = tuple[(plugin.TensorDesc,) * len(types)]  # type: ignore[misc]
-    _sign(describe, named, several)
+    several = (plugin.TensorDesc,) * len(types)
+    _sign(describe, named, GenericAlias(tuple, several))
     rest = [_parameter(name, inspect.Parameter.empty) for name in ("outputs", "tactic")]
     _sign(implement, named + rest, inspect.Signature.empty)
     plugin.register(f"{DOMAIN}::{kernel.name}")(describe)

@@ -41,7 +41,8 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor, branching: bool 
     """
     params = (sampling.temperature, sampling.top_k, sampling.top_p)
     if not branching:
-        return choose_tokens(logits, *params, uniform)
+        chosen: Tensor = choose_tokens(logits, *params, uniform)
+        return chosen
     logits = logits.to(torch.float32)
     tensors = (argmax(logits), logits, *params, uniform)
     return branch(sampling.any(), _mixed, _greedy, tensors)

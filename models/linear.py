@@ -72,7 +72,7 @@ class Int4Linear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x @ dequantize_blocks(self.weight, self.scale)
+        y: Tensor = x @ dequantize_blocks(self.weight, self.scale)
         return y if self.bias is None else y + self.bias
 
 
@@ -97,7 +97,7 @@ class Float8Linear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = round_float8(x, self.input_scale) @ dequantize_float8(self.weight, self.scale)
+        y: Tensor = round_float8(x, self.input_scale) @ dequantize_float8(self.weight, self.scale)
         return y if self.bias is None else y + self.bias
 
 

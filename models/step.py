@@ -236,4 +236,5 @@ def _(node: Tensor, written: Tensor) -> Tensor:
 
 def select_rows_fused(path: Tensor, verify: Tensor, written: Tensor) -> Tensor:
     """`select_rows` by that operation, for engines that may have a kernel for it."""
-    return commit_rows(torch.where(path, verify, -1).amax(-1), written)
+    pending: Tensor = commit_rows(torch.where(path, verify, -1).amax(-1), written)
+    return pending
