@@ -54,5 +54,5 @@ def moved(value: T, device: torch.device) -> T:
     if isinstance(value, dict):
         return {key: moved(part, device) for key, part in value.items()}  # type: ignore[return-value]
     if isinstance(value, list | tuple):
-        return type(value)(moved(part, device) for part in value)  # type: ignore[return-value]
+        return type(value)(moved(part, device) for part in value)
     return value

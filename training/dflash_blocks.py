@@ -65,7 +65,7 @@ def blocks_of(group: Sequence[Anchored], config: DFlashConfig, columns: Tensor) 
         tokens[row, :, 0] = truth[row, :, 0]
     flat = [x.flatten(1) for x in (tokens, at, columns[truth], ahead, known)]
     rows = (flat[-1] & (flat[2] >= 0)).nonzero().T
-    return Blocks(features, states, *flat, rows)
+    return Blocks(features, states, *(*flat, rows))
 
 
 def read_blocks(drafter: DFlash, blocks: Blocks, vocabulary: Columns) -> Tensor:
