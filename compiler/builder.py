@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, MissingDependencyError
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ class BuilderSettings:
         ):
             if asked[flag] and not has:
                 raise ForerunError(f"{flag}: {flavour.title} has no such engines: {LEAVE}")
+        if self.plugins == "on" and importlib.util.find_spec("triton") is None:
+            raise MissingDependencyError("triton", "kernels", "--plugins on")
         if self.workspace is not None and self.workspace < 1:
             raise ForerunError(f"--workspace {self.workspace}: give at least 1 MiB")
         self._check_devices(flavour)

@@ -101,7 +101,7 @@ def accept_launch(batch: Size, rows: Size, nodes: Size, pending: int, most: int)
         {"R": rows, "T": nodes},
         {"count": "i64", "emitted": "i64", "nodes": "i64"},
         {"P": pending, "ROWS": lanes, "COLUMNS": COLUMNS, "PATH": power(pending)},
-        warps=max(1, lanes // 16),
+        warps=min(max(1, lanes // 16), 16),
     )
 
 

@@ -80,15 +80,16 @@ def build_kernel(form: KernelForm, capability: int) -> Binary:
     options = {
         "num_warps": form.warps,
         "num_stages": form.stages,
-        "ptx_version": PTX_VERSION,
         "enable_fp_fusion": True,
     }
+    if capability in CAPABILITIES:  # a newer one needs a newer PTX
+        options["ptx_version"] = PTX_VERSION
     try:
         compiled = triton.compile(source, target=target, options=options)
-    except triton.TritonError as error:
+        registers, spilled = _resources(compiled.asm["ptx"], capability)
+    except (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         title = form.function.__name__
         raise ForerunError(f"kernel {title} for sm_{capability}: {_line(error)}") from None
-    registers, spilled = _resources(compiled.asm["ptx"], capability)
     return Binary(
         compiled.metadata.name,
         compiled.asm["ptx"],

@@ -101,7 +101,8 @@ class CompileOptions:
 def versions(options: CompileOptions) -> dict[str, str]:
     """The packages that decide what an engine looks like, and their versions."""
     found = {}
-    for package in ("torch", "onnx", "onnxscript", options.kind.package):
+    kernels = ("triton",) if options.builder.with_plugins(options.engine) else ()
+    for package in ("torch", "onnx", "onnxscript", options.kind.package, *kernels):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -116,7 +117,8 @@ def setting(options: CompileOptions, checkpoint: Checkpoint, kind: str) -> str:
         "target": checkpoint.digest,
         "drafter": kind,
         "precision": options.real_precision,
-        "builder": asdict(options.builder) | {"devices": options.devices},
+        "builder": asdict(options.builder)
+        | {"devices": options.devices, "plugins": options.builder.with_plugins(options.engine)},
         "contract": CONTRACT,
         "forerun": __version__,
         "code": code_digest(),

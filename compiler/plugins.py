@@ -7,6 +7,7 @@ without TensorRT: `forerun.compiler.plugins_tensorrt` only hands it over.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import onnx_ir as ir
 from forerun.compiler.functions import DOMAIN, Use, Uses
 from forerun.compiler.kernels import Binary
 from forerun.compiler.launch import Launch, Size
+from forerun.errors import ForerunError
 
 Sizes = Mapping[str, Size]
 
@@ -62,8 +64,11 @@ class PluginKernel:
 
     @property
     def name(self) -> str:
-        """The node's type, and the plugin's name."""
-        return f"{self.function}_{self.launch.form.function.__name__}"
+        """The node's type, and the plugin's name: another one for other types or constants."""
+        form = self.launch.form
+        facts = repr([form.types, form.constants, form.warps, form.stages, self.plan.axes])
+        digest = hashlib.sha256(facts.encode()).hexdigest()[:8]
+        return f"{self.function}_{form.function.__name__}_{digest}"
 
     def sized(self, shapes: Sequence[Sequence[Size]]) -> tuple[Launch, list[tuple[Size, ...]]]:
         """The launch for inputs of these shapes, numbers or an engine's symbols; and the outputs'
@@ -138,17 +143,17 @@ def engine_ptx(binary: Binary, arguments: int) -> str:
     """The kernel's PTX with its first `arguments` parameters alone.
 
     Triton adds two pointers to scratch memory, which our kernels never touch and an engine would
-    not pass. Raises ValueError where one is used.
+    not pass. Raises ForerunError where one is used.
     """
     head = re.search(rf"\.entry {re.escape(binary.name)}\(([^)]*)\)", binary.ptx)
     if head is None:
-        raise ValueError(f"{binary.name}: its PTX has no such entry")
+        raise ForerunError(f"{binary.name}: its PTX has no such entry")
     parameters = head.group(1).split(",")
     dropped = [parameter.split()[-1] for parameter in parameters[arguments:]]
     body = binary.ptx[head.end() :]
     used = [name for name in dropped if re.search(rf"\b{name}\b", body)]
     if used or len(parameters) < arguments:
-        raise ValueError(f"{binary.name}: it takes {len(parameters)} arguments, not {arguments}")
+        raise ForerunError(f"{binary.name}: it takes {len(parameters)} arguments, not {arguments}")
     kept = ",".join(parameters[:arguments]).rstrip() + "\n"
     return binary.ptx[: head.start(1)] + kept + binary.ptx[head.end(1) :]
 

@@ -40,8 +40,10 @@ def register_kernels(trt: Any, kernels: Sequence[PluginKernel], capability: int)
         raise ForerunError(
             f"{trt.__name__} {trt.__version__} takes no plugins: compile with --plugins off"
         ) from None
+    known = getattr(plugin.op, DOMAIN, None)
     for kernel in kernels:
-        _register(trt, plugin, kernel, capability)
+        if not hasattr(known, kernel.name):  # of an earlier build in this process
+            _register(trt, plugin, kernel, capability)
 
 
 def _register(trt: Any, plugin: Any, kernel: PluginKernel, capability: int) -> None:
@@ -72,7 +74,8 @@ def _register(trt: Any, plugin: Any, kernel: PluginKernel, capability: int) -> N
     several = (plugin.TensorDesc,) * len(types)
     _sign(describe, named, GenericAlias(tuple, several))
     rest = [_parameter(name, inspect.Parameter.empty) for name in ("outputs", "tactic")]
-    _sign(implement, named + rest, inspect.Signature.empty)
+    made = (str, str, plugin.KernelLaunchParams, plugin.SymIntExprs)
+    _sign(implement, named + rest, GenericAlias(tuple, made))
     plugin.register(f"{DOMAIN}::{kernel.name}")(describe)
     plugin.aot_impl(f"{DOMAIN}::{kernel.name}")(implement)
 

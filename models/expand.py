@@ -67,7 +67,8 @@ def best_columns(
     total = torch.exp(logits - first).sum(-1, keepdim=True)
     below = scores[..., None] + (best.values - first - total.log())
     parents = nodes[..., None].expand_as(best.indices)
-    return best.indices.flatten(1), parents.flatten(1), below.flatten(1)
+    # A copy, for an operation's output may not share memory with its input (W or top_k of 1).
+    return best.indices.flatten(1), parents.flatten(1).clone(), below.flatten(1)
 
 
 expand_columns = torch.library.custom_op("forerun::expand_columns", best_columns, mutates_args=())

@@ -25,7 +25,7 @@ from forerun.models.hf_folder import find_shards
 from forerun.models.mtp import Mtp
 from forerun.models.step import Step
 from forerun.models.target import Target
-from forerun.models.weights import MTP_PREFIX
+from forerun.models.weights import MTP_PREFIX, check_shapes
 from forerun.runtime.bundle import Bundle
 
 STEP_FILE = "step.json"
@@ -77,6 +77,7 @@ def read_step(bundle: Bundle) -> Step:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ForerunError(f"{path}: not a step's facts: {error}: compile it again") from None
     weights = read_tensors(bundle.file(WEIGHTS_FILE))
+    check_shapes({n: tuple(w.shape) for n, w in weights.items()}, config, WEIGHTS_FILE)
     checkpoint = _checkpoint(bundle, config, weights)
     folder = None if place is None else _listed(bundle, str(place))
     kind = manifest.drafter
@@ -113,6 +114,9 @@ def _copy_drafter(source: DrafterSource, folder: Path) -> str | None:
 
 def _listed(bundle: Bundle, place: str) -> Path:
     """The drafter's folder or file, of which every part is in the manifest."""
+    parts = Path(place).parts
+    if parts[:1] != (DRAFTER,) or ".." in parts:
+        raise ForerunError(f"{bundle.path / STEP_FILE}: drafter {place!r}: not in the bundle")
     path = bundle.path / place
     if path.is_file():
         return bundle.file(place)

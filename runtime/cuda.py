@@ -124,7 +124,8 @@ class CudaMemory:
         if not self.cuda.call("cudaGetDeviceCount"):
             raise ForerunError("CUDA: no device: see `forerun doctor`")
         api = self.cuda.api
-        stream = self.cuda.call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
+        # A blocking stream: what a library copies by itself, on the legacy one, waits for ours.
+        stream = self.cuda.call("cudaStreamCreateWithFlags", api.cudaStreamDefault)
         self.stream, self._stream = stream, Owned(self.cuda, stream, "cudaStreamDestroy")
         self.seconds = 0.0
         self._ring = [self._slot(longest) for _ in range(SLOTS)]
@@ -198,8 +199,10 @@ class CudaMemory:
         self.cuda.call("cudaStreamBeginCapture", self.stream, mode)
         try:
             launch()
-        finally:
-            graph = self.cuda.call("cudaStreamEndCapture", self.stream)
+        except BaseException:  # whose words count, not those of the capture that it spoiled
+            self.cuda.api.cudaStreamEndCapture(self.stream)
+            raise
+        graph = self.cuda.call("cudaStreamEndCapture", self.stream)
         replayable = self.cuda.call("cudaGraphInstantiate", graph, 0)
         self.cuda.call("cudaGraphDestroy", graph)
         return Owned(self.cuda, replayable, "cudaGraphExecDestroy")

@@ -68,14 +68,17 @@ class OrtCudaEngine(StepEngine):
         path = bundle.file(bundle.manifest.engine.file)
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads or 0
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # a refused capture is no error
         stream = str(int(self.device.stream))
         errors = []
         for graphs in (True, False):
             facts = {"user_compute_stream": stream, "enable_cuda_graph": str(int(graphs))}
             providers = [(PROVIDER, facts), "CPUExecutionProvider"]
             try:
-                session = ort.InferenceSession(str(path), options, providers=providers)
+                # Its own fallback to the CPU prints to standard output.
+                session = ort.InferenceSession(
+                    str(path), options, providers=providers, enable_fallback=0
+                )
             except Exception as error:  # as in `engine_ort`
                 errors.append(str(error).splitlines()[0])
                 continue

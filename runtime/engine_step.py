@@ -71,6 +71,7 @@ class StepEngine(ABC):
         prompt = np.asarray(request.prompt, np.int64)
         alone = self._begin(prompt.size, request, row)
         self._remember(self.remembers or nodes > 1)
+        self.memory.begin()
         turn, size = 0, self.manifest.chunk
         for start in range(0, prompt.size, size):
             chunk = prompt[start : start + size]
@@ -80,7 +81,8 @@ class StepEngine(ABC):
             turn = 1 - turn
         self.buffers.put(row, self.turn, alone.sets[turn])
         self.drafted = nodes
-        return alone.committed(self.memory.read(alone.sets[turn][RESULT]))[0]
+        result = self.memory.receive(self.memory.send(alone.sets[turn][RESULT]))
+        return alone.committed(result)[0]
 
     def step(self, nodes: int) -> list[list[int]]:
         """One launch for all rows, and its tokens."""

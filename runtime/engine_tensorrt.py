@@ -52,6 +52,10 @@ class TensorRtEngine(PinnedEngine):
     def __init__(self, bundle: Bundle, threads: int | None = None, rows: int = 1) -> None:
         """`threads` bounds nothing here: the step runs on the GPU."""
         facts = bundle.manifest.engine
+        if rows != 1:
+            raise ForerunError(
+                f"{bundle.path}: {facts.kind} bundles are built for one row: load it with rows=1"
+            )
         self.trt = _package(facts.kind)
         _, longest = result_size(rows, bundle.manifest.pending)
         self.device = CudaMemory(longest)

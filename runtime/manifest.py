@@ -126,6 +126,8 @@ class Manifest:
             _at_least_one(getattr(self, name), name)
         for key, tree in self.trees.items():
             if tree is None:
+                if not (key.isdecimal() and key == str(int(key)) and int(key) > 1):
+                    raise ForerunError(f"trees.{key}: not a number of nodes that can be grown")
                 continue
             if key != str(tree.nodes):
                 raise ForerunError(f"trees.{key}: this tree has {tree.nodes} nodes")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import click
+
+from forerun.errors import ForerunError
 
 PATH = click.Path(path_type=Path)
 KINDS = ["medusa", "eagle", "eagle3", "mtp", "dflash", "draft"]
@@ -135,6 +138,8 @@ def train_command(
 
     place = find_device(device)
     checkpoint = load_checkpoint(target)
+    if sweep and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ForerunError("--sweep trains one size after the other in one process: no torchrun")
     if sweep:
         sweep_sizes(kind, target, checkpoint, data, output, given, sweep, click.echo, place, most)
     else:

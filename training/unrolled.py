@@ -189,5 +189,6 @@ def losses(drafter: Eagle, batch: Batch, vocabulary: Columns) -> tuple[Tensor, T
             right.append((streak & known).sum())
             counts.append(known.sum())
         truth = wanted[text, row + step + 1]
-        found.append(-(truth * logits.log_softmax(-1)).sum(-1).mean())
+        # A batch of short answers may have no row left that goes on so far.
+        found.append(-(truth * logits.log_softmax(-1)).sum() / max(len(label), 1))
     return torch.stack(found), torch.stack(right), torch.stack(counts)

@@ -17,7 +17,7 @@ Work = Callable[[], object]
 class LateApi:
     """The functions of `cuda.bindings.runtime` that `forerun.runtime.cuda` calls."""
 
-    cudaStreamNonBlocking = 1
+    cudaStreamDefault = 0
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyDefault=4)
     cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)
 

@@ -112,6 +112,13 @@ def test_ray_makes_the_same_shards(
         result = run([*words(chat_folder, prompts, tmp_path / "ray"), "--ray"])
         assert result.exit_code == 0, result.output
         assert contents(tmp_path / "ray") == alone
+        if not ray.cluster_resources().get("GPU"):
+            gpus = ["--ray", "--device", "cuda"]
+            result = run([*words(chat_folder, prompts, tmp_path / "gpu"), *gpus])
+            assert (result.exit_code, result.output.splitlines()[-1]) == (
+                1,
+                "error: --device cuda: no GPU in the Ray cluster: choose --device cpu",
+            )
         (tmp_path / "ray" / "00000.safetensors").unlink()
         (tmp_path / "ray" / "00000.safetensors").mkdir()
         (tmp_path / "ray" / "features-1-2" / "00000.safetensors").unlink()
