@@ -63,16 +63,10 @@ def blocks_of(group: Sequence[Anchored], config: DFlashConfig, columns: Tensor) 
         ahead[row] = (positions - text.prompt).clamp(max=answer - 1)
         known[row, :real, 1:] = positions[:real, 1:] < n
         tokens[row, :, 0] = truth[row, :, 0]
-<<<<<<< HEAD
     known, label = known.flatten(1), columns[truth].flatten(1)
     rows = (known & (label >= 0)).nonzero().T
     flat = tokens.flatten(1), at.flatten(1), label, ahead.flatten(1), known
     return Blocks(features, states, *flat, rows)
-=======
-    flat = [x.flatten(1) for x in (tokens, at, columns[truth], ahead, known)]
-    rows = (flat[-1] & (flat[2] >= 0)).nonzero().T
-    return Blocks(features, states, *(*flat, rows))
->>>>>>> h-dev
 
 
 def read_blocks(drafter: DFlash, blocks: Blocks, vocabulary: Columns) -> Tensor:
