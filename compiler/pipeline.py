@@ -24,7 +24,7 @@ from forerun.models.drafter import Drafter
 from forerun.models.drafters import DrafterSource, find_drafter, load_drafter
 from forerun.models.form import form
 from forerun.models.signature import Signature
-from forerun.models.step import Step
+from forerun.models.step import Step, pending_rows
 from forerun.models.torch_bundle import STEP_FILE, write_step
 from forerun.runtime.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, load_bundle, write_manifest
 from forerun.runtime.chat import encode_prompt
@@ -201,7 +201,7 @@ def _manifest(
         ),
         precision=options.real_precision,
         capacity=options.capacity,
-        pending=drafter.max_depth() + 1,
+        pending=pending_rows(drafter),
         chunk=options.chunk,
         trees=trees,
         default_tree=last if last in trees else "1",

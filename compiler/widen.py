@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,16 +19,18 @@ NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 def widened(path: Path) -> Iterator[Path]:
     """The graph in `path` with float32 wherever it says bfloat16, as a file of its own."""
     model = ir.load(path)
-    widen(model.graph)
+    widen(model.graph, model.graph.initializers.values())
+    for function in model.functions.values():
+        widen(function)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         wide = Path(folder, path.name)
         save_graph(model, wide)
         yield wide
 
 
-def widen(graph: ir.Graph) -> None:
+def widen(graph: ir.Graph | ir.Function, weights: Iterable[ir.Value] = ()) -> None:
     """In place: values, weights, constants and casts, in bodies too."""
-    for value in (*graph.inputs, *graph.initializers.values()):
+    for value in (*graph.inputs, *weights):
         _widen_value(value)
     for node in graph.all_nodes():
         for value in node.outputs:

@@ -84,7 +84,7 @@ class Step(nn.Module):
     def __init__(self, target: Target, drafter: Drafter, pending: int | None = None) -> None:
         super().__init__()
         self.target, self.drafter = target, drafter
-        self.pending = drafter.max_depth() + 1 if pending is None else pending
+        self.pending = pending_rows(drafter) if pending is None else pending
 
     def forward(
         self,
@@ -199,6 +199,12 @@ class Step(nn.Module):
         if not layers:  # a gather of nothing has another shape in ONNX Runtime than in torch
             return forward.hidden.new_zeros(*node.shape, 0)
         return gather_rows(torch.cat(layers, dim=-1), node)
+
+
+def pending_rows(drafter: Drafter) -> int:
+    """P: the longest path of any of its trees; 2 at least, since torch.export takes sizes that may
+    be 1 for constants."""
+    return max(drafter.max_depth() + 1, 2)
 
 
 def gather_rows(rows: Tensor, at: Tensor) -> Tensor:
