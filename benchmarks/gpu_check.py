@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from forerun.compiler.functions import FUNCTIONS, LocalFunction
+from forerun.compiler.launch import Launch
 from forerun.compiler.plugins import Limits
 from forerun.models.config import RopeConfig, TargetConfig
 from forerun.models.ops import scatter_in_place
@@ -39,6 +40,7 @@ PROMPTS = Path(__file__).parent.parent / "examples" / "prompts.jsonl"
 LIMITS = Limits(nodes=64, slots=4096)
 ROUNDS = 20
 Report = dict[str, Any]
+Run = Callable[[Launch, Mapping[str, Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -116,12 +118,14 @@ def distinct(nodes: int, dtype: torch.dtype) -> Tensor:
     return logits.to(dtype)
 
 
-def compare(function: LocalFunction, device: str, dtype: torch.dtype, nodes: int) -> float:
+def compare(
+    function: LocalFunction, device: str, dtype: torch.dtype, nodes: int, run: Run = Launch.run
+) -> float:
     """The largest difference between the kernels' outputs and the function's meaning."""
     from forerun.compiler.plans import run_kernels
 
     tensors, constants = example(function.name, device, dtype, nodes)
-    found = run_kernels(function.name, tensors, constants, LIMITS)
+    found = run_kernels(function.name, tensors, constants, LIMITS, run)
     exact = [t.float() if t.is_floating_point() else t for t in (t.cpu() for t in tensors)]
     expected = function.meaning(*exact, *constants)
     pairs = zip(found, expected if isinstance(expected, tuple) else (expected,), strict=True)
@@ -194,56 +198,39 @@ def kernels_on_device(folder: Path) -> Report:
 
 def ptx_on_device(folder: Path) -> Report:
     """The PTX that an engine would carry, launched by the driver, against the meaning."""
+    found = {f.name: compare(f, "cuda", torch.float16, 8, run_ptx) for f in FUNCTIONS}
+    return {"largest_difference": found}
+
+
+def run_ptx(launch: Launch, tensors: Mapping[str, Tensor]) -> None:
+    """Launch the kernel's PTX, as an engine gets it, through the driver."""
     from cuda.bindings import driver
 
-    from forerun.compiler.functions import Use
     from forerun.compiler.kernels import WARP, build_kernel
-    from forerun.compiler.plans import PLANS, TORCH
-    from forerun.compiler.plugins import engine_ptx, kernels_of, output_types
+    from forerun.compiler.plugins import engine_ptx
 
     def call(status: Any, *results: Any) -> Any:
         if int(status):
             raise RuntimeError(f"CUDA driver: {status}")
         return results[0] if results else None
 
-    found: Report = {}
-    for function in FUNCTIONS:
-        tensors, constants = example(function.name, "cuda", torch.float16)
-        plan = PLANS[function.name](Use.of(function, tensors, constants), LIMITS)
-        known = dict(zip(plan.inputs, tensors, strict=True))
-        for kernel in kernels_of(function.name, plan):
-            launch, shapes = kernel.sized([known[n].shape for n in kernel.launch.inputs])
-            for name, shape, kind in zip(launch.outputs, shapes, output_types(launch), strict=True):
-                known[name] = tensors[0].new_empty(shape, dtype=TORCH[kind])
-            binary = build_kernel(launch.form, capability_here())
-            ptx = engine_ptx(binary, len(launch.arguments)).encode() + b"\0"
-            module = call(*driver.cuModuleLoadData(ptx))
-            entry = call(*driver.cuModuleGetFunction(module, binary.name.encode()))
-            pointers = [known[name].data_ptr() for name in launch.inputs]
-            given = [*pointers, *map(int, launch.integers.values())]
-            given += [known[name].data_ptr() for name in launch.outputs]
-            integer = [name in launch.integers for name in launch.arguments]
-            types = tuple(ctypes.c_int32 if one else ctypes.c_void_p for one in integer)
-            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            call(*driver.cuFuncSetAttribute(entry, most, binary.shared))
-            stream = torch.cuda.current_stream().cuda_stream
-            block = (binary.warps * WARP, 1, 1)
-            grid = [int(size) for size in launch.grid]
-            call(
-                *driver.cuLaunchKernel(
-                    entry, *grid, *block, binary.shared, stream, (tuple(given), types), 0
-                )
-            )
-            torch.cuda.synchronize()
-        exact = [t.cpu().float() if t.is_floating_point() else t.cpu() for t in tensors]
-        expected = function.meaning(*exact, *constants)
-        pairs = zip(
-            (known[name].cpu() for name in plan.outputs),
-            expected if isinstance(expected, tuple) else (expected,),
-            strict=True,
-        )
-        found[function.name] = max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
-    return {"largest_difference": found}
+    binary = build_kernel(launch.form, capability_here())
+    ptx = engine_ptx(binary, len(launch.arguments)).encode() + b"\0"
+    module = call(*driver.cuModuleLoadData(ptx))
+    entry = call(*driver.cuModuleGetFunction(module, binary.name.encode()))
+    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    call(*driver.cuFuncSetAttribute(entry, most, binary.shared))
+    given = [
+        (int(launch.integers[name]), ctypes.c_int32)
+        if name in launch.integers
+        else (tensors[name].data_ptr(), ctypes.c_void_p)
+        for name in launch.arguments
+    ]
+    values, types = zip(*given, strict=True)
+    grid, block = map(int, launch.grid), (binary.warps * WARP, 1, 1)
+    stream = torch.cuda.current_stream().cuda_stream
+    call(*driver.cuLaunchKernel(entry, *grid, *block, binary.shared, stream, (values, types), 0))
+    torch.cuda.synchronize()
 
 
 def captured_ms(work: Callable[[], Any]) -> float:

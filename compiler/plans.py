@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,10 +147,14 @@ PLANS: Mapping[str, PlanOf] = {
 
 
 def run_kernels(
-    name: str, tensors: Sequence[Tensor], constants: Sequence[Any], limits: Limits
+    name: str,
+    tensors: Sequence[Tensor],
+    constants: Sequence[Any],
+    limits: Limits,
+    run: Callable[[Launch, Mapping[str, Tensor]], None] = Launch.run,
 ) -> list[Tensor]:
     """The function's outputs, by its kernels as an engine would launch them: on a GPU's tensors, or
-    any where Triton interprets."""
+    any where Triton interprets. `run` launches one on tensors by name."""
     function = next(function for function in FUNCTIONS if function.name == name)
     plan = PLANS[name](Use.of(function, tensors, constants), limits)
     known = dict(zip(plan.inputs, tensors, strict=True))
@@ -158,7 +162,7 @@ def run_kernels(
         launch, shapes = kernel.sized([known[name].shape for name in kernel.launch.inputs])
         for output, shape, kind in zip(launch.outputs, shapes, output_types(launch), strict=True):
             known[output] = tensors[0].new_empty(shape, dtype=TORCH[kind])
-        launch.run({name: _as(launch, name, tensor) for name, tensor in known.items()})
+        run(launch, {name: _as(launch, name, tensor) for name, tensor in known.items()})
     return [known[name] for name in plan.outputs]
 
 
