@@ -227,7 +227,7 @@ class VocabularyLoss(torch.autograd.Function):
         right = error.gather(1, truth[:, None])
         error.scatter_(1, truth[:, None], right - 1)
         ctx.save_for_backward((error @ output).to(x.dtype) / max(len(truth), 1))
-        return -right.to(torch.float32).clamp(min=1e-9).log().mean()
+        return -right.to(torch.float32).clamp(min=1e-9).log().sum() / max(len(truth), 1)
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:

@@ -117,6 +117,23 @@ def test_company_and_padding_change_no_loss(checkpoint: Any, kind: str, texts_of
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_no_row_reaches_spoils_no_weight(
+    checkpoint: Any, kind: str, texts_of: Any
+) -> None:
+    """Answers shorter than the steps unrolled, or of tokens that the drafter does not have."""
+    ids = torch.arange(0, checkpoint.config.vocab_size, 2)
+    drafter, layer = start(checkpoint, EagleTraining(kind=kind), ids, SLOTS)
+    trained = trainable(randomised(drafter), layer, SLOTS)
+    texts = texts_of(checkpoint, feature_layers(kind, 6), 2)
+    nothing = torch.full((checkpoint.config.vocab_size,), -1)
+    found = losses(trained, batch_of(texts, 3, nothing), Columns.of(checkpoint, ids))[0]
+    found.sum().backward()
+    assert found.tolist() == [0.0] * 3
+    gradients = [w.grad for w in trained.parameters() if w.grad is not None]
+    assert gradients and all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_and_the_folder_is_what_was_trained(
     checkpoint: Any, kind: str, texts_of: Any, tmp_path: Path
 ) -> None:

@@ -149,3 +149,11 @@ def test_gradient_is_cross_entropys() -> None:
     (expected_slope,) = torch.autograd.grad(3 * expected, states)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(slope, expected_slope)
+
+
+def test_a_head_without_a_token_to_learn_has_no_loss() -> None:
+    x = torch.zeros(0, 4, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    loss = VocabularyLoss.apply(x, torch.randn(6, 4), none)
+    loss.backward()
+    assert loss.item() == 0.0 and x.grad is not None and x.grad.shape == (0, 4)
