@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,36 @@ class Binary:
     warps: int
     shared: int
     """Bytes of shared memory a block."""
-    registers: int
-    """Each thread's."""
-    spilled: int
-    """Bytes that a thread stores to memory for want of registers."""
+    capability: int
+
+    @property
+    def registers(self) -> int:
+        """Each thread's."""
+        return self._reported(r"Used (\d+) registers")
+
+    @property
+    def spilled(self) -> int:
+        """Bytes that a thread stores to memory for want of registers."""
+        return self._reported(r"(\d+) bytes spill stores")
+
+    def _reported(self, pattern: str) -> int:
+        found = re.search(pattern, self._report)
+        assert found is not None, self._report
+        return int(found.group(1))
+
+    @cached_property
+    def _report(self) -> str:
+        """What the assembler that comes with Triton says of the PTX; an engine needs none of it."""
+        from triton import knobs
+
+        tool = knobs.nvidia.ptxas if self.capability < 90 else knobs.nvidia.ptxas_blackwell
+        found = re.search(r"^\.target (sm_\w+)", self.ptx, re.MULTILINE)
+        architecture = found.group(1) if found else f"sm_{self.capability}"
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "kernel.ptx")
+            path.write_text(self.ptx)
+            command = [tool.path, "-v", f"-arch={architecture}", str(path), "-o", f"{path}.cubin"]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def build_kernel(form: KernelForm, capability: int) -> Binary:
@@ -86,8 +113,7 @@ def build_kernel(form: KernelForm, capability: int) -> Binary:
         options["ptx_version"] = PTX_VERSION
     try:
         compiled = triton.compile(source, target=target, options=options)
-        registers, spilled = _resources(compiled.asm["ptx"], capability)
-    except (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+    except (triton.TritonError, RuntimeError, OSError) as error:  # no assembler, or a broken one
         title = form.function.__name__
         raise ForerunError(f"kernel {title} for sm_{capability}: {_line(error)}") from None
     return Binary(
@@ -96,28 +122,7 @@ def build_kernel(form: KernelForm, capability: int) -> Binary:
         compiled.asm["cubin"],
         compiled.metadata.num_warps,
         compiled.metadata.shared,
-        registers,
-        spilled,
-    )
-
-
-def _resources(ptx: str, capability: int) -> tuple[int, int]:
-    """(registers a thread, bytes spilled) as the assembler that comes with Triton reports them."""
-    from triton import knobs
-
-    tool = knobs.nvidia.ptxas if capability < 90 else knobs.nvidia.ptxas_blackwell
-    found = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
-    architecture = found.group(1) if found else f"sm_{capability}"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.ptx")
-        path.write_text(ptx)
-        command = [tool.path, "-v", f"-arch={architecture}", str(path), "-o", f"{path}.cubin"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", report)
-    spilled = re.search(r"(\d+) bytes spill stores", report)
-    return (
-        int(registers.group(1)) if registers else 0,
-        int(spilled.group(1)) if spilled else 0,
+        capability,
     )
 
 
