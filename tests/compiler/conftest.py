@@ -1,11 +1,15 @@
-"""A process in which Triton interprets its kernels: its functions decide that when imported."""
+"""A process in which Triton interprets its kernels, since its functions decide that when imported;
+and checkpoints of other sizes than the tiny one's."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,3 +49,31 @@ def interpreted() -> Iterator[Callable[..., Any]]:
         os.environ.pop("TRITON_INTERPRET", None)
         if before is not None:
             os.environ["TRITON_INTERPRET"] = before
+
+
+@pytest.fixture(scope="session")
+def resized_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint_folder: Path
+) -> Callable[..., Path]:
+    """`resized_checkpoint(hidden_size=128, ...)`: the tiny checkpoint's folder with another
+    configuration, and random weights of its shapes."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    from forerun.models.hf_config import config_from_json
+    from forerun.models.weights import tensor_shapes
+
+    def make(**changes: Any) -> Path:
+        folder = tmp_path_factory.mktemp("checkpoint") / "resized"
+        shutil.copytree(tiny_checkpoint_folder, folder)
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(config))
+        generator = torch.Generator().manual_seed(4)
+        weights = {
+            name: torch.randn(*shape, generator=generator) * 0.1 + ("norm" in name)
+            for name, shape in tensor_shapes(config_from_json(config, "config.json"))
+        }
+        save_file(weights, folder / "model.safetensors")
+        return folder
+
+    return make

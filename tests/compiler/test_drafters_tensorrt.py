@@ -5,8 +5,6 @@ Each bundle's ONNX file was checked against torch on the way; running the engine
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
 
-from safetensors.torch import save_file  # noqa: E402
 
 from forerun.compiler.builder import BuilderSettings  # noqa: E402
 from forerun.compiler.options import CompileOptions  # noqa: E402
@@ -28,7 +25,6 @@ from forerun.models.dflash import DFlashConfig  # noqa: E402
 from forerun.models.dflash_folder import dflash_shapes, save_dflash  # noqa: E402
 from forerun.models.draft_folder import save_draft_model  # noqa: E402
 from forerun.models.draft_layer import DraftLayerConfig  # noqa: E402
-from forerun.models.hf_config import config_from_json  # noqa: E402
 from forerun.models.weights import tensor_shapes  # noqa: E402
 from forerun.runtime.bundle import load_bundle  # noqa: E402
 from forerun.training.dflash import spread_layers  # noqa: E402
@@ -85,23 +81,16 @@ DRAFTERS = ["plain", "ngram", *FOLDERS, "eagle3+ngram"]
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory, tiny_checkpoint_folder) -> Path:
+def target(resized_checkpoint) -> Path:
     """Six layers with heads that TensorRT-RTX has kernels for, and int4's blocks."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "deep"
-    shutil.copytree(tiny_checkpoint_folder, folder)
-    config = json.loads((folder / "config.json").read_text()) | {
-        "hidden_size": 128,
-        "intermediate_size": 192,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": LAYERS,
-        "head_dim": 32,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(
-        random(dict(tensor_shapes(config_from_json(config, "")))), folder / "model.safetensors"
+    return resized_checkpoint(
+        hidden_size=128,
+        intermediate_size=192,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=LAYERS,
+        head_dim=32,
     )
-    return folder
 
 
 # int4 changes the target's layers alone, which are the same with every drafter.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,42 +11,28 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 
-from safetensors.torch import save_file  # noqa: E402
 
 from forerun.compiler import pipeline  # noqa: E402
 from forerun.compiler.builder import BuilderSettings  # noqa: E402
 from forerun.compiler.options import CompileOptions  # noqa: E402
 from forerun.compiler.pipeline import compile_bundle  # noqa: E402
 from forerun.errors import ForerunError  # noqa: E402
-from forerun.models.hf_config import config_from_json  # noqa: E402
-from forerun.models.weights import tensor_shapes  # noqa: E402
 from forerun.runtime.bundle import load_bundle  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def checkpoint_folder(tmp_path_factory, tiny_checkpoint_folder):
+def checkpoint_folder(resized_checkpoint):
     """Wider than the tiny checkpoint: TensorRT-RTX has no kernels for heads of 8.
 
     Its layers read 128, 192 and 256 channels: blocks of both sizes.
     """
-    folder = tmp_path_factory.mktemp("checkpoint") / "wide"
-    shutil.copytree(tiny_checkpoint_folder, folder)
-    config = json.loads((folder / "config.json").read_text()) | {
-        "hidden_size": 128,
-        "intermediate_size": 192,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(4)
-    shapes = tensor_shapes(config_from_json(config, "config.json"))
-    weights = {
-        name: torch.randn(*shape, generator=generator) * 0.1 + ("norm" in name)
-        for name, shape in shapes
-    }
-    save_file(weights, folder / "model.safetensors")
-    return folder
+    return resized_checkpoint(
+        hidden_size=128,
+        intermediate_size=192,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
 
 
 @pytest.fixture(scope="module")
