@@ -126,7 +126,7 @@ class Eagle(GrowingDrafter):
         """Keys and values of the context rows, from the target's own features."""
         rows = committed.features.shape[1]  # C
         positions = committed.start[:, None] + torch.arange(rows, device=committed.start.device)
-        embedded = self._embedding(committed.tokens[:, 1:], vocabulary)
+        embedded = self._embedding(committed.tokens.narrow(1, 1, rows), vocabulary)
         _, x = self.enter(embedded, self.fuse(committed.features))
         return list(self.attention.keys_values(x, positions))
 

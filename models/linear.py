@@ -48,13 +48,15 @@ class Int8Linear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x if x.dim() == 2 else x.flatten(0, -2)  # [n, K]
+        # By the weight's sizes: x's own may be expressions that export can't tell are numbers.
+        rows = x if x.dim() == 2 else x.reshape(-1, self.weight.shape[0])  # [n, K]
         # A row of zeros has scale 0 and whatever integers: the last product makes it 0 again.
         scale = rows.abs().amax(-1, keepdim=True) * (1 / 127)  # [n, 1]
         product = matmul_integer(quantize_rows(rows, scale), self.weight)  # [n, N] int32
         if x.dim() != 2:  # here and not at the end: a graph's output that is a view is a copy
             shape = x.shape[:-1]
-            product, scale = product.reshape(*shape, -1), scale.reshape(*shape, 1)
+            product = product.reshape(*shape, self.weight.shape[1])
+            scale = scale.reshape(*shape, 1)
         y: Tensor = product.to(torch.float32) * self.scale * scale
         return y if self.bias is None else y + self.bias
 
