@@ -225,6 +225,8 @@ def drafter_facts(source: DrafterSource, drafter: Drafter) -> DrafterFacts:
         tuple(StateFacts(state.name, state.cache) for state in drafter.states()),
         drafter.tables,
         source.digest,
+        drafter.candidates,
+        drafter.per_depth,
     )
 
 

@@ -102,7 +102,14 @@ def _replacement(bundle: Bundle, options: SwapOptions, say: Say) -> Replacement 
     drafter = PRECISIONS[manifest.precision].drafter(drafter)
     weights = {name: weight.detach().numpy() for name, weight in drafter.state_dict().items()}
     return Replacement(
-        replace(manifest, drafter=facts, trees=trees, recipe=compiled if own else fitted), weights
+        replace(
+            manifest,
+            drafter=facts,
+            trees=trees,
+            plan=None,  # which was made for the old one
+            recipe=compiled if own else fitted,
+        ),
+        weights,
     )
 
 

@@ -91,6 +91,9 @@ class Drafter(nn.Module):
     kind: ClassVar[str] = "plain"
     candidates: int = 0
     """How many tokens are proposed; slot i + 1 of a tree is candidate i."""
+    per_depth: int = 1
+    """How many of them are for the same depth: candidate i is for depth 1 + i // per_depth, but in
+    drafters that grow their trees."""
     feature_layers: tuple[int, ...] = ()
     """Hidden states to read: l is the residual stream entering layer l (L: leaving the last)."""
     tables: int = 1

@@ -46,7 +46,7 @@ class Medusa(Drafter):
         a head, or a single one that all share; `ids` `[V']` are the token ids of its columns."""
         super().__init__()
         self.config = config
-        self.candidates = config.heads * config.top_k
+        self.candidates, self.per_depth = config.heads * config.top_k, config.top_k
         self.blocks = nn.ModuleList(map(_beside, zip(*blocks, strict=True)))
         self.heads = nn.ModuleList(heads)
         self.register_buffer("ids", ids)
@@ -100,7 +100,7 @@ class Medusa(Drafter):
         heads, top_k = min(heads, config.heads), min(top_k, config.top_k)
         accuracy = tuple(row[:top_k] for row in config.accuracy[:heads])
         self.config = replace(config, heads=heads, top_k=top_k, accuracy=accuracy)
-        self.candidates = heads * top_k
+        self.candidates, self.per_depth = heads * top_k, top_k
         width = heads * config.hidden_size
         for place, block in enumerate(self.blocks):
             assert isinstance(block, Linear)  # precisions come later

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from forerun.errors import ForerunError
 from forerun.runtime.engine import Engine, Request
 from forerun.runtime.loop import Answering, Block, Stats
+from forerun.runtime.pace import Pace, as_pace
 from forerun.runtime.pipeline import Steps
 
 
@@ -36,10 +37,10 @@ class BatchDecoding(Iterator[Event]):
     its seconds are those of all rows together, the prefills of others included.
     """
 
-    def __init__(self, engine: Engine, jobs: Iterable[Job], nodes: int) -> None:
+    def __init__(self, engine: Engine, jobs: Iterable[Job], pace: Pace) -> None:
         self.stats: dict[int, Stats] = {}
-        self._engine, self._nodes = engine, nodes
-        self._steps = Steps(engine, nodes)
+        self._engine, self._pace = engine, pace
+        self._steps = Steps(engine, pace)
         self._rows: dict[int, tuple[int, Answering]] = {}
         self._events = self._run(enumerate(jobs))
 
@@ -62,7 +63,8 @@ class BatchDecoding(Iterator[Event]):
         try:
             yield from self._fill(jobs)
             while self._rows:
-                committed = self._steps.next()
+                longest = max(answering.context for _, answering in self._rows.values())
+                committed = self._steps.next(longest, len(self._rows))
                 for row in list(self._rows):
                     tokens = committed[row]
                     if row in self._rows and tokens is not None:  # neither cancelled nor just begun
@@ -81,7 +83,7 @@ class BatchDecoding(Iterator[Event]):
                 if job is None:
                     return
                 try:
-                    answering = Answering(self._engine, job.request, self._nodes, job.stop_ids, row)
+                    answering = self._answering(job, row)
                 except ForerunError as error:
                     self.stats[number] = Stats()
                     yield Event(number, error)
@@ -89,6 +91,10 @@ class BatchDecoding(Iterator[Event]):
                 self._rows[row] = (number, answering)
                 self._steps.joined(row)
                 yield self._given(row, number, answering.first)
+
+    def _answering(self, job: Job, row: int) -> Answering:
+        busy = len(self._rows) + 1
+        return Answering(self._engine, job.request, self._pace, job.stop_ids, row, busy)
 
     def _given(self, row: int, number: int, block: Block) -> Event:
         if block.finish is not None:
@@ -101,10 +107,10 @@ class BatchDecoding(Iterator[Event]):
         self._engine.release(row)
 
 
-def decode_batch(engine: Engine, jobs: Iterable[Job], nodes: int) -> BatchDecoding:
-    """Answers `jobs` on all rows of `engine` with draft trees of `nodes` nodes (1: plain).
+def decode_batch(engine: Engine, jobs: Iterable[Job], nodes: int | Pace) -> BatchDecoding:
+    """Answers `jobs` on all rows of `engine` with draft trees of `nodes` nodes, or at a pace.
 
     As `forerun.runtime.loop.decode` does one by one; jobs are taken from the iterable as rows get
     free. A ForerunError that the engine raises for one job is that job's outcome.
     """
-    return BatchDecoding(engine, jobs, nodes)
+    return BatchDecoding(engine, jobs, as_pace(nodes))

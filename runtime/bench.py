@@ -18,9 +18,11 @@ from forerun import __version__
 from forerun.errors import ForerunError
 from forerun.runtime.bundle import Bundle
 from forerun.runtime.chat import encode_prompt
+from forerun.runtime.costs import measure_costs
 from forerun.runtime.engine import GREEDY
 from forerun.runtime.loop import Stats
 from forerun.runtime.model import Completion, Model
+from forerun.runtime.pace import Fixed, Pace
 from forerun.runtime.prompts import Prompt
 from forerun.runtime.sampling import SamplingParams
 
@@ -37,8 +39,8 @@ RESAMPLES = 2000
 class BenchConfig:
     """What is measured."""
 
-    nodes: int
-    """Size of the draft tree that is compared with plain decoding."""
+    pace: Pace
+    """What is drafted, which is compared with plain decoding."""
     max_new_tokens: int = 128
     params: SamplingParams = GREEDY
     threads: int | None = None
@@ -80,15 +82,15 @@ def bench(
             f"no prompt is shorter than this bundle's context of {model.engine.context} tokens: "
             "compile with a larger --capacity"
         )
-    for nodes in (1, config.nodes):  # the first run of anything pays for its set-up
-        model.stream_ids(fitting[0][1], min(16, config.max_new_tokens), nodes=nodes).completion  # noqa: B018
+    for pace in (Fixed(1), config.pace):  # the first run of anything pays for its set-up
+        model.stream_ids(fitting[0][1], min(16, config.max_new_tokens), nodes=pace).completion  # noqa: B018
     pairs = []
     for number, (prompt, ids) in enumerate(fitting):
         runs: dict[bool, Completion] = {}
         # Who goes first alternates: a machine that slows down or speeds up favours neither.
         for plain in (True, False) if number % 2 == 0 else (False, True):
-            nodes = 1 if plain else config.nodes
-            stream = model.stream_ids(ids, config.max_new_tokens, config.params, nodes)
+            pace = Fixed(1) if plain else config.pace
+            stream = model.stream_ids(ids, config.max_new_tokens, config.params, pace)
             runs[plain] = stream.completion
         pairs.append(Pair(prompt.category, runs[True], runs[False]))
         advance()
@@ -96,8 +98,8 @@ def bench(
         **summary(pairs),
         "categories": _categories(pairs),
         "skipped": len(prompts) - len(fitting),
-        **costs(model, config.nodes),
-        "nodes": config.nodes,
+        **costs(model, config.pace.largest),
+        "nodes": config.pace.largest,
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.params.temperature,
         "threads": config.threads,
@@ -148,12 +150,11 @@ def speedup_interval(pairs: Sequence[Pair]) -> list[float] | None:
 
 def costs(model: Model, nodes: int) -> dict[str, Any]:
     """Milliseconds of a launch at a short context: verifying n nodes, and drafting besides."""
-    sizes = sorted(map(int, model.bundle.manifest.trees))
-    verify = {size: model.engine.launch_ms(size, 1) for size in sizes}
-    draft = model.engine.launch_ms(nodes, nodes) - verify[nodes] if nodes > 1 else 0.0
+    found = measure_costs(model.engine, [*map(int, model.bundle.manifest.trees)], [nodes])[0]
+    verify = {1: found.plain, **found.verify}
     return {
         "verify_cost": {str(size): cost for size, cost in verify.items()},
-        "draft_cost": max(draft, 0.0),
+        "draft_cost": found.draft(nodes) if nodes > 1 else 0.0,
     }
 
 

@@ -140,7 +140,7 @@ def bench_command(
     params = SamplingParams(temperature, top_k, top_p, seed)
     model = load(bundle, threads)
     read = read_prompts(prompts or model.bundle.file("prompts.jsonl"), limit)
-    config = BenchConfig(model.tree_size(nodes=nodes), max_new_tokens, params, threads)
+    config = BenchConfig(model.pace(nodes=nodes), max_new_tokens, params, threads)
     with progress("Measuring", total=len(read)) as advance:
         report = bench(model, read, config, advance)
     _show(report, table(report), output)

@@ -33,6 +33,10 @@ class Engine(Protocol):
     rows: int
     context: int
     """The longest that prompt and new tokens together may get."""
+    verified: int
+    """Nodes of the trees that the step launched last verifies."""
+    drafted: int
+    """Nodes of the trees that it drafts, or that the last prefill drafted."""
 
     @property
     def seconds(self) -> float:
@@ -56,8 +60,16 @@ class Engine(Protocol):
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> NDArray[np.float32]:
         """Logits `[n, V]` float32 after each of `tokens`, read in pieces of `chunk` (None: any)."""
 
-    def launch_ms(self, verified: int, nodes: int, launches: int = 20) -> float:
-        """Median milliseconds of a step that verifies and drafts these many nodes."""
+    def draft(self) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """What each row's next step will verify: tokens `[B, N]`, and the nodes' parents `[B, N]`
+        where the drafter grows its trees."""
+
+    def drop_draft(self) -> None:
+        """Forget it: the next step verifies nothing but the roots."""
+
+    def launch_ms(self, verified: int, nodes: int, launches: int = 20, context: int = 32) -> float:
+        """Median milliseconds of a step that verifies and drafts these many nodes, `context` tokens
+        being committed."""
 
 
 ENGINES: dict[str, str] = {

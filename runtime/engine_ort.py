@@ -51,10 +51,9 @@ class OrtEngine(StepEngine):
         live = positions + 1 < self.buffers.fixed["limit"]
         if not live.any():
             return np.zeros_like(here[RESULT])
-        self._grow(int(positions.max()) + self.room)
         if self.drafted > 1 and not self._has_draft(here, live):
-            here["tokens_1"][:] = here[f"tokens_{self.drafted}"][:, :1]
-            self.drafted = 1
+            self.drop_draft()
+        self._grow(int(positions.max()) + self.drafted + self.manifest.pending)
         return super().launch(nodes)
 
     def _has_draft(self, state: dict[str, Array], live: Array) -> bool:

@@ -54,9 +54,16 @@ class PinnedEngine(StepEngine):
         """As any engine's; each token is a launch, since a prefill verifies one node."""
         return super().score(tokens, min(chunk or self.manifest.chunk, self.manifest.chunk))
 
-    def launch_ms(self, verified: int, nodes: int, launches: int = 20) -> float:
+    def drop_draft(self) -> None:
+        """As any engine's; the next step verifies trees that have nothing but their roots."""
+        if self.drafted > 1:
+            tokens = self.memory.read(self.buffers.sets[self.turn][f"tokens_{self.drafted}"])
+            for row, root in enumerate(tokens[:, 0].tolist()):
+                self._bare_tree(self.drafted, root, row)
+
+    def launch_ms(self, verified: int, nodes: int, launches: int = 20, context: int = 32) -> float:
         """Of a step that verifies, and drafts, `verified` nodes: there is no other."""
-        return super().launch_ms(verified, verified, launches)
+        return super().launch_ms(verified, verified, launches, context)
 
     def _bare_tree(self, nodes: int, root: int, row: int) -> None:
         """Put a tree into `row` in which no node but the root has a token."""

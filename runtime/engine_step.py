@@ -36,7 +36,7 @@ class StepEngine(ABC):
         self.manifest, self.layout, self.memory, self.rows = layout.manifest, layout, memory, rows
         self.room = max(map(int, self.manifest.trees)) + self.manifest.pending
         self.context = self.manifest.capacity - self.room
-        self.turn, self.drafted = 0, 1
+        self.turn, self.drafted, self.verified = 0, 1, 1
         self.params: list[SamplingParams] = [GREEDY] * rows
         self.remembers = False
         self.remembering = memory.load(np.zeros((), np.bool_))  # bound by address
@@ -69,7 +69,7 @@ class StepEngine(ABC):
         Rows that are being decoded draft trees of one size, so `nodes` must be theirs.
         """
         prompt = np.asarray(request.prompt, np.int64)
-        alone = self._begin(prompt.size, request, row)
+        alone = self._begin(prompt.size, request, row, nodes)
         self._remember(self.remembers or nodes > 1)
         self.memory.begin()
         turn, size = 0, self.manifest.chunk
@@ -93,7 +93,7 @@ class StepEngine(ABC):
         bound = self._binding(self.drafted, nodes)
         self.memory.begin()
         self._launch(bound)
-        self.turn, self.drafted = 1 - self.turn, nodes
+        self.turn, self.verified, self.drafted = 1 - self.turn, self.drafted, nodes
         return self.memory.send(self.buffers.sets[self.turn][RESULT])
 
     def wait(self, ticket: Ticket) -> list[list[int]]:
@@ -108,20 +108,42 @@ class StepEngine(ABC):
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> NDArray[np.float32]:
         """Logits `[n, V]` after each token, read in pieces of `chunk` tokens (None: prefill's)."""
         ids, size = np.asarray(tokens, np.int64), chunk or self.manifest.chunk
-        alone = self._begin(ids.size, Request(tokens, ids.size + 1), 0)
+        alone = self._begin(ids.size, Request(tokens, ids.size + 1), 0, 1)
         parts = []
         for turn, start in enumerate(range(0, ids.size, size)):
             piece = ids[start : start + size]
             parts.append(self._logits(alone, turn % 2, piece, start, range(piece.size)))
         return np.concatenate(parts)
 
-    def launch_ms(self, verified: int, nodes: int, launches: int = 20) -> float:
-        """Median milliseconds of a step that verifies and drafts these many nodes, context short.
+    def draft(self) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """The trees that the last launch drafted: tokens and, where they are grown, parents."""
+        here, read = self.buffers.sets[self.turn], self.memory.read
+        tokens = read(here[f"tokens_{self.drafted}"]).astype(np.int64)
+        if self.manifest.trees[str(self.drafted)] is not None:
+            return tokens, None
+        return tokens, read(here[f"parents_{self.drafted}"]).astype(np.int64)
+
+    def drop_draft(self) -> None:
+        """The next step verifies nothing but the roots."""
+        if self.drafted > 1:
+            here = self.buffers.sets[self.turn]
+            tokens = self.memory.read(here[f"tokens_{self.drafted}"])
+            self.memory.write(here["tokens_1"], tokens[:, :1])
+            self.drafted = 1
+
+    def launch_ms(self, verified: int, nodes: int, launches: int = 20, context: int = 32) -> float:
+        """Median milliseconds of a step that verifies and drafts these many nodes.
 
         The same step is launched again and again: it reads one set of buffers and writes the other.
+        What is verified are tokens 0, so that any size will do, also one that is never drafted.
         """
         for row in range(self.rows):
-            self.prefill(Request([0] * 32, self.context), verified, row)
+            self.prefill(Request([0] * min(context, 32), self.context), 1, row)
+        self._remember(max(verified, nodes) > 1)
+        self._grow(context + verified + self.manifest.pending)
+        here = self.buffers.sets[self.turn]
+        # As if so many tokens were in the caches: it is their number that costs.
+        self.memory.write(here["length"], np.full(self.rows, context, np.int64))
         bound = self._binding(verified, nodes)
         times = []
         for _ in range(launches):
@@ -134,7 +156,7 @@ class StepEngine(ABC):
 
     # --- requests and buffers ---------------------------------------------------------------
 
-    def _begin(self, length: int, request: Request, row: int) -> Buffers:
+    def _begin(self, length: int, request: Request, row: int, nodes: int) -> Buffers:
         """Check the request against the context, set its parameters, forget the one before."""
         if not 0 < length <= self.context:
             raise ForerunError(
@@ -142,7 +164,11 @@ class StepEngine(ABC):
                 "shorten it, or compile with a larger --capacity"
             )
         params = request.params
-        self._grow(length + self.room)
+        slots = length + nodes + self.manifest.pending
+        if self.rows == 1 and self.buffers.slots > 2 * max(slots, self.bucket):
+            # A long request is over: what comes after it needn't attend to so many slots.
+            self.buffers = Buffers(self.layout, self.memory, 1)
+        self._grow(slots)
         alone = self.alone.get(row) or self.alone.setdefault(row, self.buffers.row(row))
         alone.clear()
         values: dict[str, Any] = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from forerun.runtime.engine import Engine, Request
+from forerun.runtime.pace import Pace, as_pace
 from forerun.runtime.pipeline import Steps
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -86,15 +87,21 @@ class Answering:
         self,
         engine: Engine,
         request: Request,
-        nodes: int,
+        pace: Pace,
         stop_ids: Collection[int],
         row: int = 0,
+        busy: int = 1,
     ) -> None:
+        """`busy` requests are being decoded, this one among them."""
         self._engine, self._stop_ids = engine, frozenset(stop_ids)
         self._room = request.limit - len(request.prompt)
         self._tokens, self._counts = 0, Counter[int]()
+        self.context = len(request.prompt)
+        """Tokens of the prompt and of the answer until now."""
         # The engine may commit a block beyond the limit: cut on the device, it would lower tau.
-        ample = replace(request, limit=request.limit + nodes)
+        ample = replace(request, limit=request.limit + pace.largest)
+        # All rows' trees are of one size: who joins others takes theirs.
+        nodes = pace.begin(len(request.prompt)) if busy == 1 else engine.drafted
         start = time.perf_counter()
         committed = engine.prefill(ample, nodes, row)
         self._begin, self._inside = time.perf_counter(), engine.seconds
@@ -105,6 +112,7 @@ class Answering:
     def take(self, committed: Sequence[int]) -> Block:
         """The block that one step's tokens give."""
         block = self._cut(committed)
+        self.context += len(committed)
         if committed:
             self._counts[len(committed)] += 1
             self._tokens += len(block.tokens) + (block.finish == "stop")
@@ -131,10 +139,10 @@ class Decoding(Iterator[Block]):
     """One request's blocks, computed as they are asked for; `stats` is complete after the last."""
 
     def __init__(
-        self, engine: Engine, request: Request, nodes: int, stop_ids: Collection[int]
+        self, engine: Engine, request: Request, pace: Pace, stop_ids: Collection[int]
     ) -> None:
         self.stats = Stats()
-        self._blocks = self._run(engine, request, nodes, stop_ids)
+        self._blocks = self._run(engine, request, pace, stop_ids)
 
     def __next__(self) -> Block:
         return next(self._blocks)
@@ -144,28 +152,28 @@ class Decoding(Iterator[Block]):
         self._blocks.close()
 
     def _run(
-        self, engine: Engine, request: Request, nodes: int, stop_ids: Collection[int]
+        self, engine: Engine, request: Request, pace: Pace, stop_ids: Collection[int]
     ) -> Generator[Block]:
-        answering = Answering(engine, request, nodes, stop_ids)
+        answering = Answering(engine, request, pace, stop_ids)
         try:
-            block, steps = answering.first, Steps(engine, nodes)
+            block, steps = answering.first, Steps(engine, pace)
             yield block
             while block.finish is None:
-                block = answering.take(steps.next()[0] or ())
+                block = answering.take(steps.next(answering.context)[0] or ())
                 yield block
         finally:
             self.stats = answering.stats
 
 
 def decode(
-    engine: Engine, request: Request, nodes: int, stop_ids: Collection[int] = ()
+    engine: Engine, request: Request, nodes: int | Pace, stop_ids: Collection[int] = ()
 ) -> Decoding:
-    """Answers `request` with draft trees of `nodes` nodes (1: plain), a block a step.
+    """Answers `request` with draft trees of `nodes` nodes (1: plain) or at a pace, a block a step.
 
     Ends before the first of `stop_ids` ("stop"), at the request's limit or where the engine's
     context is full ("length"). What the engine raises for a request comes with the first block.
     """
-    return Decoding(engine, request, nodes, stop_ids)
+    return Decoding(engine, request, as_pace(nodes), stop_ids)
 
 
 def cut(committed: Sequence[int], room: int, stop_ids: Collection[int]) -> Block:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field
 
 from forerun.errors import ForerunError
+from forerun.runtime import strict
+from forerun.runtime.plan import Plan
 from forerun.runtime.tree import Tree
 
 CONTRACT = 2
@@ -62,6 +62,10 @@ class DrafterFacts:
     """Uniforms that a step reads for each position."""
     digest: str = ""
     """Hash of the drafter's files."""
+    candidates: int = 0
+    """Tokens that it proposes: slots of a tree's nodes go up to it."""
+    per_depth: int = 1
+    """Candidates for each depth, side by side; those of a grown tree have no fixed depth."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class Manifest:
     number of nodes as text, null where the drafter grows another one each step; "1" (plain
     decoding) is always among them. `recipe` is the content hash
     of all that went into the bundle, `setting` of all but the drafter; `files` says what came out,
-    by path inside the bundle.
+    by path inside the bundle; `plan` is there once the bundle was tuned.
     """
 
     contract: int
@@ -119,6 +123,7 @@ class Manifest:
     recipe: str
     setting: str = ""
     files: dict[str, FileFacts] = field(default_factory=dict)
+    plan: Plan | None = None
 
     def __post_init__(self) -> None:
         _check_contract(self.contract)
@@ -140,6 +145,9 @@ class Manifest:
             raise ForerunError("trees: the tree '1' (plain decoding) is missing")
         if self.default_tree not in self.trees:
             raise ForerunError(f"default_tree: {self.default_tree!r} is not among the trees")
+        for choice in self.plan.choices if self.plan else ():
+            if str(choice.nodes) not in self.trees:
+                raise ForerunError(f"plan: no tree of {choice.nodes} nodes: run forerun tune again")
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""
@@ -149,14 +157,11 @@ class Manifest:
     def from_json(cls, text: str, where: str = "manifest.json") -> Manifest:
         """Reads `to_json`'s text; raises ForerunError naming `where` and the field at fault."""
         try:
-            data = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
-        except (ValueError, RecursionError) as error:
-            raise ForerunError(f"{where}: not JSON: {error}: compile the bundle again") from None
-        try:
+            data = strict.parse(text)
             if isinstance(data, dict) and isinstance(data.get("contract"), int):
                 # Before anything else: another contract may well have other fields.
                 _check_contract(data["contract"])
-            manifest = _decode(cls, data, "")
+            manifest = strict.decode(cls, data)
         except ForerunError as error:
             hint = "" if "compile the bundle again" in str(error) else ": compile the bundle again"
             raise ForerunError(f"{where}: {error}{hint}") from None
@@ -175,62 +180,3 @@ def _check_contract(contract: int) -> None:
 def _at_least_one(value: int, name: str) -> None:
     if value < 1:
         raise ForerunError(f"{name}: {value} is less than 1")
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not a number")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice in one object")
-    return found
-
-
-def _decode(kind: Any, value: Any, at: str) -> Any:
-    """`value`, as parsed from JSON, checked against the annotation `kind`; `at` is its field."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        # By exact type, so that a bool is no int and an int stays one where a float would do.
-        if any(type(value) is option for option in arguments):
-            return value
-        if len(arguments) == 2 and type(None) in arguments:
-            return _decode(arguments[0], value, at)
-    elif origin is tuple and isinstance(value, list):
-        return tuple(_decode(arguments[0], item, f"{at}[{i}]") for i, item in enumerate(value))
-    elif origin is dict and isinstance(value, dict):
-        return {key: _decode(arguments[1], item, f"{at}.{key}") for key, item in value.items()}
-    elif is_dataclass(kind) and isinstance(value, dict):
-        return _decode_fields(kind, value, at)
-    elif type(value) is kind:
-        return value
-    raise ForerunError(f"{at or 'the whole'}: expected {_name(kind)}, found {_brief(value)}")
-
-
-def _decode_fields(kind: Any, value: dict[str, Any], at: str) -> Any:
-    prefix = f"{at}." if at else ""
-    hints = get_type_hints(kind)
-    names = [item.name for item in fields(kind)]
-    for name in names:
-        if name not in value:
-            raise ForerunError(f"{prefix}{name}: missing")
-    for name in value:
-        if name not in names:
-            raise ForerunError(f"{prefix}{_brief(name)}: unknown field")
-    decoded = {name: _decode(hints[name], value[name], f"{prefix}{name}") for name in names}
-    try:
-        return kind(**decoded)
-    except ForerunError as error:
-        raise ForerunError(f"{prefix}{error}" if at else str(error)) from None
-
-
-def _name(kind: Any) -> str:
-    if is_dataclass(kind) or get_origin(kind) is dict:
-        return "an object"
-    return "a list" if get_origin(kind) is tuple else getattr(kind, "__name__", str(kind))
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

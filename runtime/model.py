@@ -15,6 +15,7 @@ from forerun.runtime.bundle import Bundle, load_bundle
 from forerun.runtime.chat import Messages, encode_prompt
 from forerun.runtime.engine import GREEDY, Engine, Request, load_engine
 from forerun.runtime.loop import Block, Decoding, FinishReason, Stats, decode
+from forerun.runtime.pace import Fixed, Pace, Planned
 from forerun.runtime.sampling import SamplingParams
 from forerun.runtime.text import Detokenizer, StopStrings
 
@@ -154,7 +155,6 @@ class Model:
         prompt. A prompt that can't be answered has its error instead, and the others are answered.
         """
         self.active = None  # a stream in its midst ends
-        size = self.tree_size(plain, nodes)
         limits = _one_each(max_new_tokens, len(prompts), "max_new_tokens")
         every = _one_each(params, len(prompts), "params")
         answers = [Answer(self.bundle.tokenizer, stop) for _ in prompts]
@@ -170,7 +170,7 @@ class Model:
                 continue
             places.append(place)
             jobs.append(Job(request, stop_ids))
-        decoding = decode_batch(self.engine, jobs, size)
+        decoding = decode_batch(self.engine, jobs, self.pace(plain, nodes))
         for event in decoding:
             place = places[event.number]
             if isinstance(event.outcome, ForerunError):
@@ -197,32 +197,34 @@ class Model:
     ) -> Stream:
         """As `generate`, but the text comes in pieces; then `completion` holds the whole."""
         ids = encode_prompt(self.bundle, prompt)
-        return self.stream_ids(ids, max_new_tokens, params, self.tree_size(plain, nodes), stop)
+        return self.stream_ids(ids, max_new_tokens, params, self.pace(plain, nodes), stop)
 
     def stream_ids(
         self,
         ids: Sequence[int],
         max_new_tokens: int = 256,
         params: SamplingParams = GREEDY,
-        nodes: int = 1,
+        nodes: int | Pace = 1,
         stop: Sequence[str] = (),
     ) -> Stream:
-        """As `stream`, for a prompt of token ids and a tree of `nodes` nodes (1: plain)."""
+        """As `stream`, for a prompt of token ids and a tree of so many nodes, or a pace."""
         request = _request(ids, max_new_tokens, params)
         stop_ids = self.bundle.manifest.target.stop_ids
         return Stream(self, decode(self.engine, request, nodes, stop_ids), stop)
 
-    def tree_size(self, plain: bool = False, nodes: int | None = None) -> int:
-        """The nodes of the tree to draft; raises ForerunError for one that the bundle lacks."""
+    def pace(self, plain: bool = False, nodes: int | None = None) -> Pace:
+        """What is drafted: nothing, the tree of so many nodes, or what the bundle's plan says; one
+        that was never tuned drafts its default tree. Raises ForerunError for a tree that it lacks.
+        """
         manifest = self.bundle.manifest
         if plain:
-            return 1
+            return Fixed(1)
         if nodes is None:
-            return int(manifest.default_tree)
+            return Planned(manifest.plan) if manifest.plan else Fixed(int(manifest.default_tree))
         if str(nodes) not in manifest.trees:
             sizes = ", ".join(sorted(manifest.trees, key=int))
             raise ForerunError(f"{self.bundle.path}: no tree of {nodes} nodes: it has {sizes}")
-        return nodes
+        return Fixed(nodes)
 
 
 def load(path: str | Path, threads: int | None = None, rows: int = 1) -> Model:

@@ -11,6 +11,7 @@ from collections import deque
 from typing import Any, Protocol, runtime_checkable
 
 from forerun.runtime.engine import Engine
+from forerun.runtime.pace import Pace
 
 
 @runtime_checkable
@@ -28,12 +29,12 @@ class Pipelined(Protocol):
 
 
 class Steps:
-    """The steps of all rows of `engine`, each of them drafting trees of `nodes` nodes."""
+    """The steps of all rows of `engine`, each of them drafting what `pace` says."""
 
-    def __init__(self, engine: Engine, nodes: int) -> None:
-        self._engine, self._nodes = engine, nodes
+    def __init__(self, engine: Engine, pace: Pace) -> None:
+        self._engine, self._pace = engine, pace
         self._pipelined = engine if isinstance(engine, Pipelined) and engine.ahead else None
-        self._flying: deque[Any] = deque()
+        self._flying: deque[tuple[Any, int]] = deque()  # ticket, nodes verified
         self._launched = 0
         self._since: dict[int, int] = {}
 
@@ -41,15 +42,24 @@ class Steps:
         """A prefill began another request in `row`: steps in flight are not that request's."""
         self._since[row] = self._launched
 
-    def next(self) -> list[list[int] | None]:
-        """Each row's new tokens; None for a row whose request is younger than the step."""
+    def next(self, context: int, busy: int = 1) -> list[list[int] | None]:
+        """Each row's new tokens; None for a row whose request is younger than the step.
+
+        `context` is how many tokens the longest of `busy` requests has, as far as is known.
+        """
+        nodes = self._pace.nodes(context, busy)
         if self._pipelined is None:
-            return [*self._engine.step(self._nodes)]
-        while len(self._flying) <= self._pipelined.ahead:
-            self._flying.append(self._pipelined.launch(self._nodes))
-            self._launched += 1
-        step = self._launched - len(self._flying)
-        rows = self._pipelined.wait(self._flying.popleft())
-        return [
-            tokens if self._since.get(row, 0) <= step else None for row, tokens in enumerate(rows)
-        ]
+            rows, verified = self._engine.step(nodes), self._engine.verified
+            young = set[int]()
+        else:
+            while len(self._flying) <= self._pipelined.ahead:
+                ticket = self._pipelined.launch(nodes)
+                self._flying.append((ticket, self._engine.verified))
+                self._launched += 1
+            step = self._launched - len(self._flying)
+            ticket, verified = self._flying.popleft()
+            rows = self._pipelined.wait(ticket)
+            young = {row for row, since in self._since.items() if since > step}
+        given = [None if row in young else tokens for row, tokens in enumerate(rows)]
+        self._pace.saw(verified, [len(tokens) for tokens in given if tokens])
+        return given

@@ -45,6 +45,11 @@ class Tree:
         """The last committed token and `length - 1` drafted ones in a row."""
         return cls(tuple(range(-1, length - 1)), tuple(range(length)))
 
+    @classmethod
+    def star(cls, nodes: int) -> Tree:
+        """The last committed token, and below it the drafter's first `nodes - 1` candidates."""
+        return cls((-1, *[0] * (nodes - 1)), tuple(range(nodes)))
+
     @property
     def nodes(self) -> int:
         """How many nodes, the root included."""

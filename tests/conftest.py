@@ -141,6 +141,8 @@ def tiny_manifest(drafter: Any, trees: dict[int, Tree | None]) -> Manifest:
             {},
             tuple(StateFacts(state.name, state.cache) for state in drafter.states()),
             drafter.tables,
+            candidates=drafter.candidates,
+            per_depth=drafter.per_depth,
         ),
         engine=EngineFacts("ort", "model.onnx", (), {}),
         precision="fp32",

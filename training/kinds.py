@@ -15,6 +15,8 @@ from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.drafters import find_drafter, load_drafter
+from forerun.runtime.costs import Costs
+from forerun.runtime.replay import Played
 from forerun.training import ranks
 from forerun.training.data import data_of
 from forerun.training.device import CPU
@@ -23,11 +25,11 @@ from forerun.training.draft import DraftTraining, train_draft
 from forerun.training.eagle import EagleTraining, feature_layers, train_eagle
 from forerun.training.fit import Settings, Worth
 from forerun.training.medusa import MedusaTraining, train_medusa
-from forerun.training.simulate import Played, play
+from forerun.training.simulate import play
 from forerun.training.sweep import Point, axes_of, sweep, table
 from forerun.training.texts import Text, read_texts
 from forerun.training.unrolled import Columns
-from forerun.training.worth import Costs
+from forerun.training.worth import costs_of
 
 Say = Callable[[str], None]
 Options = Mapping[str, Any]
@@ -133,7 +135,7 @@ def train(
         )  # fmt: skip
         if not first:
             return {}
-    costs = None if bundle is None else Costs.of(bundle)
+    costs = None if bundle is None else costs_of(bundle)
     return measure(checkpoint, str(output), spread(held_out, most), say, costs, device=device)
 
 
@@ -163,7 +165,7 @@ def sweep_sizes(
     def build(folder: Path) -> Costs:
         bundle = folder / "bundle"
         compile_bundle(CompileOptions(target, bundle, str(folder), trees=MEASURED), say)
-        return Costs.of(bundle)
+        return costs_of(bundle)
 
     facts = {"kind": kind, "target": checkpoint.digest, "options": {**options}}
     for line in table(sweep(axes, output, facts, train_point, build, say), list(axes)):
@@ -219,7 +221,7 @@ def simulate(
     if not chosen:
         where = "" if everything else " is held out by hash (--all takes the others as well)"
         raise ForerunError(f"no greedy answer{where} in the data: synthesize some at temperature 0")
-    costs = None if bundle is None else Costs.of(bundle)
+    costs = None if bundle is None else costs_of(bundle)
     which = "answers" if everything else "held-out"
     return measure(checkpoint, name, chosen, say, costs, sizes, which, device)
 

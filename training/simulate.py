@@ -8,7 +8,6 @@ state is kept up, its tree is drafted and walked along the true tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,41 +15,12 @@ from torch import Tensor
 from forerun.models.drafter import Committed, Drafter, Vocabulary
 from forerun.models.drafting import Drafting
 from forerun.models.ops import scatter_in_place
+from forerun.runtime.replay import NOTHING, Played
 from forerun.training.device import CPU, moved
 from forerun.training.texts import Text
 
 ROWS = 48
 """Answers that are played side by side."""
-
-
-@dataclass(frozen=True)
-class Played:
-    """All steps of all answers."""
-
-    steps: int
-    committed: int
-    """Tokens, the bonus tokens included; what an answer's end cuts off is not counted."""
-    reached: tuple[int, ...]
-    """Steps that accepted at least 1, 2, ... drafted tokens."""
-
-    @property
-    def tau(self) -> float:
-        """Tokens committed a step."""
-        return self.committed / max(self.steps, 1)
-
-    @property
-    def acceptance_by_depth(self) -> list[float]:
-        """Share of steps that accepted at least 1, 2, ... drafted tokens."""
-        return [count / max(self.steps, 1) for count in self.reached]
-
-    def __add__(self, other: Played) -> Played:
-        longest = max(len(self.reached), len(other.reached))
-        columns = (part.reached + (0,) * (longest - len(part.reached)) for part in (self, other))
-        reached = tuple(a + b for a, b in zip(*columns, strict=True))
-        return Played(self.steps + other.steps, self.committed + other.committed, reached)
-
-
-NOTHING = Played(0, 0, ())
 
 
 @torch.inference_mode()

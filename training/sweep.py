@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 from forerun.errors import ForerunError
 from forerun.models.drafter_folder import write_text
-from forerun.training.simulate import Played
-from forerun.training.worth import Costs
+from forerun.runtime.costs import Costs
+from forerun.runtime.replay import Played
 
 RESULTS = "sweep.json"
 Point = Mapping[str, int]

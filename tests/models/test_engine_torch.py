@@ -26,6 +26,7 @@ from forerun.runtime.bundle import load_bundle, write_manifest
 from forerun.runtime.engine import Request, load_engine
 from forerun.runtime.loop import Block, decode
 from forerun.runtime.model import load
+from forerun.runtime.pace import Fixed
 from forerun.runtime.prompts import read_prompts
 from forerun.runtime.sampling import SamplingParams
 from forerun.runtime.verify import VerifyConfig, verify
@@ -194,7 +195,7 @@ def test_a_torch_bundle_is_certified(compiled: Compile, precision: str) -> None:
 def test_a_torch_bundle_is_measured(compiled: Compile) -> None:
     model = load(compiled("torch", "ngram"), threads=1)
     prompts = read_prompts(model.bundle.file("prompts.jsonl"), 2)
-    report = bench(model, prompts, BenchConfig(NODES, 24))
+    report = bench(model, prompts, BenchConfig(Fixed(NODES), 24))
     assert report["identical"] == report["prompts"] == 2
     assert report["tau"] >= 1.0 and 0 < report["host_share"] < 1
     assert all(cost > 0 for cost in report["verify_cost"].values())

@@ -12,6 +12,7 @@ from forerun.errors import ForerunError
 from forerun.runtime.bench import BenchConfig, Pair, bench, speedup_interval, summary, table
 from forerun.runtime.loop import Stats
 from forerun.runtime.model import Completion, Model, load
+from forerun.runtime.pace import Fixed
 from forerun.runtime.prompts import Prompt, read_prompts
 from forerun.runtime.sampling import SamplingParams
 
@@ -24,7 +25,7 @@ def model(tiny_bundle: Path) -> Model:
 @pytest.fixture(scope="module")
 def report(model: Model, tiny_bundle: Path) -> dict[str, Any]:
     prompts = read_prompts(tiny_bundle / "prompts.jsonl", 6)
-    return bench(model, [*prompts, Prompt(None, "x" * 999, None)], BenchConfig(8, 24))
+    return bench(model, [*prompts, Prompt(None, "x" * 999, None)], BenchConfig(Fixed(8), 24))
 
 
 def test_the_report_has_all_that_a_program_reads(report: dict[str, Any]) -> None:
@@ -78,12 +79,12 @@ def test_plain_and_speculative_take_turns_in_going_first(
     monkeypatch.setattr(Model, "stream_ids", spy)
     prompts = [Prompt(None, text, None) for text in "abc"]
     ticks: list[None] = []
-    bench(model, prompts, BenchConfig(4, 4), lambda: ticks.append(None))
-    assert sizes == [1, 4, 1, 4, 4, 1, 1, 4] and len(ticks) == 3
+    bench(model, prompts, BenchConfig(Fixed(4), 4), lambda: ticks.append(None))
+    assert [pace.largest for pace in sizes] == [1, 4, 1, 4, 4, 1, 1, 4] and len(ticks) == 3
 
 
 def test_sampling_is_measured_too(model: Model) -> None:
-    config = BenchConfig(8, 16, SamplingParams(0.9, seed=4))
+    config = BenchConfig(Fixed(8), 16, SamplingParams(0.9, seed=4))
     report = bench(model, [Prompt(None, "abab", None)], config)
     assert report["identical"] == 1 and report["temperature"] == 0.9
     assert report["speedup_interval"] is None
@@ -91,7 +92,7 @@ def test_sampling_is_measured_too(model: Model) -> None:
 
 def test_no_prompt_that_fits(model: Model) -> None:
     with pytest.raises(ForerunError, match="no prompt is shorter than this bundle's context"):
-        bench(model, [Prompt(None, "x" * 999, None)], BenchConfig(8))
+        bench(model, [Prompt(None, "x" * 999, None)], BenchConfig(Fixed(8)))
 
 
 def completion(tokens: tuple[int, ...], seconds: float, steps: tuple[int, ...]) -> Completion:

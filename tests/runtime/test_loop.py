@@ -182,6 +182,11 @@ class Drafted:
         self.count = 0
 
     @property
+    def verified(self) -> int:
+        verified: int = self.engine.verified
+        return verified
+
+    @property
     def seconds(self) -> float:
         seconds: float = self.engine.seconds
         return seconds

@@ -12,6 +12,7 @@ from forerun.runtime.batch import Job, decode_batch
 from forerun.runtime.bundle import load_bundle
 from forerun.runtime.engine import Request, load_engine
 from forerun.runtime.loop import Block, Stats, decode
+from forerun.runtime.pace import Fixed
 from forerun.runtime.pipeline import Pipelined, Steps
 from forerun.runtime.sampling import SamplingParams
 
@@ -38,6 +39,16 @@ class Device:
     def seconds(self) -> float:
         seconds: float = self.engine.seconds
         return seconds
+
+    @property
+    def verified(self) -> int:
+        verified: int = self.engine.verified
+        return verified
+
+    @property
+    def drafted(self) -> int:
+        drafted: int = self.engine.drafted
+        return drafted
 
     def prefill(self, request: Request, nodes: int, row: int = 0) -> list[int]:
         self.calls.append(("prefill", row))
@@ -208,4 +219,4 @@ def test_an_engine_that_gains_nothing_by_it_is_stepped(tiny_bundle: Path) -> Non
     step: Callable[[int], list[list[int]]] = engine.step
     engine.step = lambda nodes: calls.append(nodes) or step(nodes)  # type: ignore[method-assign, func-returns-value]
     engine.prefill(Request(LOOP, 60), 4)
-    assert Steps(engine, 4).next()[0] and calls == [4]
+    assert Steps(engine, Fixed(4)).next(len(LOOP))[0] and calls == [4]

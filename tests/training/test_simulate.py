@@ -24,8 +24,9 @@ from forerun.models.medusa import Medusa, MedusaConfig  # noqa: E402
 from forerun.models.ngram import NGram  # noqa: E402
 from forerun.models.step import Step  # noqa: E402
 from forerun.models.target import Target  # noqa: E402
+from forerun.runtime.replay import NOTHING, Played  # noqa: E402
 from forerun.training.eagle import EagleTraining, start  # noqa: E402
-from forerun.training.simulate import NOTHING, Played, play  # noqa: E402
+from forerun.training.simulate import play  # noqa: E402
 from forerun.training.texts import Text, features_of  # noqa: E402
 from forerun.training.unrolled import Columns  # noqa: E402
 

@@ -15,11 +15,11 @@ from safetensors.torch import save_file  # noqa: E402
 
 from forerun.cli import main  # noqa: E402
 from forerun.errors import ForerunError  # noqa: E402
+from forerun.runtime.costs import Costs  # noqa: E402
 from forerun.runtime.prompts import Prompt  # noqa: E402
-from forerun.training.simulate import Played  # noqa: E402
+from forerun.runtime.replay import Played  # noqa: E402
 from forerun.training.sweep import RESULTS, axes_of, parameters, points, sweep, table  # noqa: E402
 from forerun.training.synthesize import SynthesizeConfig, synthesize  # noqa: E402
-from forerun.training.worth import Costs  # noqa: E402
 
 COSTS = Costs(plain=10.0, verify={4: 12.0, 8: 16.0}, step={4: 15.0, 8: 25.0})
 

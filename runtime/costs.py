@@ -1,0 +1,87 @@
+"""What steps cost on this machine: the curve verify(n), and drafting, by context length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from forerun.runtime.bundle import Bundle
+from forerun.runtime.engine import BUILT, Engine
+from forerun.runtime.manifest import Manifest
+from forerun.runtime.tree import Tree
+
+SHORT = 32
+"""Tokens of a short context."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured milliseconds of a bundle's steps with so many tokens committed.
+
+    In the literature's words verify(n) is `verify[n] / plain`, and c is `draft(n) / plain`.
+    """
+
+    plain: float
+    """One token verified, nothing drafted."""
+    verify: Mapping[int, float]
+    """Nodes -> so many verified, nothing drafted."""
+    step: Mapping[int, float]
+    """Nodes -> so many verified, and as many drafted."""
+    context: int = SHORT
+    rows: int = 1
+    """Requests side by side; a step moves each of them on."""
+
+    def draft(self, nodes: int) -> float:
+        """Milliseconds that drafting takes."""
+        return max(self.step[nodes] - self.verify[nodes], 0.0)
+
+    def speedup(self, tau: float, nodes: int) -> float:
+        """Plain time a token over speculative time a token, the host's share left out.
+
+        That is tau / (verify(n) + c) in the words of Leviathan et al. (arXiv:2211.17192, theorem
+        3.8), whose verify(n) is 1 and whose tau is a chain's. 1 node is plain decoding.
+        """
+        return 1.0 if nodes == 1 else tau * self.plain / self.step[nodes]
+
+
+def measure_costs(
+    engine: Engine,
+    sizes: Sequence[int],
+    drafted: Sequence[int],
+    contexts: Sequence[int] = (SHORT,),
+    launches: int = 20,
+    advance: Callable[[], object] = lambda: None,
+) -> list[Costs]:
+    """Verifying each of `sizes` and drafting each of `drafted`, at each of `contexts`, short first.
+
+    All of them are among the bundle's trees (`with_trees`). `advance` is called after each size.
+    """
+
+    def one(verified: int, nodes: int) -> float:
+        milliseconds = engine.launch_ms(verified, nodes, launches, context)
+        advance()
+        return milliseconds
+
+    found = []
+    for context in sorted(contexts):
+        verify = {nodes: one(nodes, 1) for nodes in sorted({*sizes, *drafted} - {1})}
+        step = {nodes: one(nodes, nodes) for nodes in sorted({*drafted} - {1})}
+        found.append(Costs(one(1, 1), verify, step, context, engine.rows))
+    return found
+
+
+def with_trees(bundle: Bundle, trees: Mapping[str, Tree | None]) -> Bundle:
+    """`bundle` as if it had been compiled for these trees besides, in memory alone.
+
+    Trees are inputs of a step, so a graph whose sizes are open takes any; an engine that was built
+    for fixed sizes gets none.
+    """
+    if bundle.manifest.engine.kind in BUILT:
+        return bundle
+    manifest = bundle.manifest
+    return replace(bundle, manifest=replace(manifest, trees={**manifest.trees, **trees}))
+
+
+def stars(manifest: Manifest, sizes: Sequence[int]) -> dict[str, Tree | None]:
+    """Trees of these sizes that are only verified, never drafted, where there are none yet."""
+    return {str(n): Tree.star(n) for n in sizes if str(n) not in manifest.trees}
