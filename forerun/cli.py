@@ -37,6 +37,10 @@ COMMANDS = {
     "bench": LazyCommand(
         "forerun.runtime.cli:bench_command", "Measure plain and speculative decoding side by side."
     ),
+    "tune": LazyCommand(
+        "forerun.runtime.tune_cli:tune_command",
+        "Fit a bundle's draft trees to this machine, by measurement.",
+    ),
     "verify": LazyCommand(
         "forerun.runtime.cli:verify_command", "Certify that a bundle is lossless on this machine."
     ),

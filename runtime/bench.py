@@ -131,13 +131,17 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def speedup_interval(pairs: Sequence[Pair]) -> list[float] | None:
-    """2.5th and 97.5th percentile of the speedup over resampled prompts; None for one prompt."""
-    if len(pairs) < 2:
+    """95% bootstrap interval of the speedup over prompts; None for one prompt."""
+    return ratio_interval([p.plain.stats for p in pairs], [p.speculative.stats for p in pairs])
+
+
+def ratio_interval(one: Sequence[Stats], other: Sequence[Stats]) -> list[float] | None:
+    """2.5th and 97.5th percentile of `other`'s tokens a second over `one`'s, prompts resampled."""
+    if len(one) < 2:
         return None
-    draws = np.random.default_rng(0).integers(len(pairs), size=(RESAMPLES, len(pairs)))
-    sides = [[pair.plain.stats for pair in pairs], [pair.speculative.stats for pair in pairs]]
+    draws = np.random.default_rng(0).integers(len(one), size=(RESAMPLES, len(one)))
     rates = []
-    for side in sides:
+    for side in (one, other):
         tokens = np.array([stats.tokens for stats in side])[draws].sum(1)
         seconds = np.array([stats.wall_seconds for stats in side])[draws].sum(1)
         rates.append(tokens / np.maximum(seconds, 1e-12))

@@ -143,7 +143,7 @@ def bench_command(
     config = BenchConfig(model.pace(nodes=nodes), max_new_tokens, params, threads)
     with progress("Measuring", total=len(read)) as advance:
         report = bench(model, read, config, advance)
-    _show(report, table(report), output)
+    show(report, table(report), output)
 
 
 @click.command("verify")
@@ -166,7 +166,7 @@ def verify_command(
 
     with progress("Verifying", total=None) as advance:
         certificate = verify(bundle, VerifyConfig(limit, tokens, threads), advance)
-    _show(certificate.to_dict(), table(certificate), output)
+    show(certificate.to_dict(), table(certificate), output)
     for check in certificate.checks:
         if check.passed is False:
             raise ForerunError(f"{bundle}: {check.name}: {check.detail}")
@@ -230,7 +230,7 @@ def _print(table: Any) -> None:
     console.print(table)
 
 
-def _show(report: dict[str, Any], table: Any, output: Path | None) -> None:
+def show(report: dict[str, Any], table: Any, output: Path | None) -> None:
     """The report as a table, and as JSON where it is asked for ("-": instead of the table)."""
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     if str(output) == "-":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from forerun.runtime.bundle import Bundle
 from forerun.runtime.engine import BUILT, Engine
 from forerun.runtime.manifest import Manifest
 from forerun.runtime.tree import Tree
 
+ROUNDS = 3
 SHORT = 32
 """Tokens of a short context."""
 
@@ -49,24 +51,31 @@ def measure_costs(
     sizes: Sequence[int],
     drafted: Sequence[int],
     contexts: Sequence[int] = (SHORT,),
-    launches: int = 20,
+    launches: int = 8,
     advance: Callable[[], object] = lambda: None,
 ) -> list[Costs]:
     """Verifying each of `sizes` and drafting each of `drafted`, at each of `contexts`, short first.
 
-    All of them are among the bundle's trees (`with_trees`). `advance` is called after each size.
+    All of them are among the bundle's trees (`with_trees`). They take turns, and each is compared
+    with a plain step of the same round: a machine that slows down meanwhile spoils no ratio.
+    `advance` is called after each size of each round.
     """
-
-    def one(verified: int, nodes: int) -> float:
-        milliseconds = engine.launch_ms(verified, nodes, launches, context)
-        advance()
-        return milliseconds
-
+    wanted = [(nodes, 1) for nodes in sorted({*sizes, *drafted} - {1})]
+    wanted += [(nodes, nodes) for nodes in sorted({*drafted} - {1})]
     found = []
     for context in sorted(contexts):
-        verify = {nodes: one(nodes, 1) for nodes in sorted({*sizes, *drafted} - {1})}
-        step = {nodes: one(nodes, nodes) for nodes in sorted({*drafted} - {1})}
-        found.append(Costs(one(1, 1), verify, step, context, engine.rows))
+        plain: list[float] = []
+        over: dict[tuple[int, int], list[float]] = {what: [] for what in wanted}
+        for _ in range(ROUNDS):
+            plain.append(engine.launch_ms(1, 1, launches, context))
+            for what in wanted:
+                over[what].append(engine.launch_ms(*what, launches, context) / plain[-1])
+                advance()
+        base = median(plain)
+        cost = {what: base * median(ratios) for what, ratios in over.items()}
+        verify = {nodes: ms for (nodes, drafts), ms in cost.items() if drafts == 1}
+        step = {nodes: ms for (nodes, drafts), ms in cost.items() if drafts > 1}
+        found.append(Costs(base, verify, step, context, engine.rows))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from forerun.errors import ForerunError
 from forerun.runtime.bundle import Bundle
 from forerun.runtime.sampling import SamplingParams
+from forerun.runtime.tree import Tree
 
 GREEDY = SamplingParams()
 
@@ -66,6 +67,9 @@ class Engine(Protocol):
 
     def drop_draft(self) -> None:
         """Forget it: the next step verifies nothing but the roots."""
+
+    def take_trees(self, trees: Mapping[str, Tree | None]) -> None:
+        """Draft trees of other shapes than the bundle's, whose sizes are the same."""
 
     def launch_ms(self, verified: int, nodes: int, launches: int = 20, context: int = 32) -> float:
         """Median milliseconds of a step that verifies and drafts these many nodes, `context` tokens

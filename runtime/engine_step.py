@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,11 @@ class StepEngine(ABC):
             self.memory.receive(self.memory.send(self.buffers.sets[1 - self.turn][RESULT]))
             times.append(self.seconds - before)
         return 1e3 * statistics.median(times)
+
+    def take_trees(self, trees: Mapping[str, Tree | None]) -> None:
+        """Other shapes for the trees there are, by the same sizes."""
+        self.manifest = replace(self.manifest, trees=dict(trees))
+        self.bindings, self.alone = {}, {}
 
     # --- requests and buffers ---------------------------------------------------------------
 

@@ -69,7 +69,7 @@ def test_the_table_says_it_to_people(report: dict[str, Any]) -> None:
 def test_plain_and_speculative_take_turns_in_going_first(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[int] = []
+    sizes: list[Any] = []
     original = Model.stream_ids
 
     def spy(self: Model, ids: Any, new: int, *rest: Any, **named: Any) -> Any:
