@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from forerun.compiler.builder import BuilderSettings
 from forerun.compiler.options import CompileOptions
 from forerun.compiler.pipeline import compile_bundle
+from forerun.compiler.swap import checkpoint_of
 from forerun.errors import ForerunError
-from forerun.models.checkpoint import SHIPPED
 from forerun.models.drafters import find_drafter
 from forerun.runtime.bundle import Bundle, load_bundle
 
@@ -26,11 +26,7 @@ def compile_sizes(
     ForerunError where they can't be found, or are not what the bundle was compiled from.
     """
     manifest = bundle.manifest
-    if target is None and manifest.target.name not in SHIPPED:
-        raise ForerunError(
-            f"{bundle.path}: its target {manifest.target.name!r} does not come with forerun: "
-            "give the folder or file that the bundle was compiled from as --target"
-        )
+    checkpoint_of(bundle, target)
     name = drafter or manifest.drafter.name
     try:
         source = find_drafter(name)

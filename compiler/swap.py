@@ -94,7 +94,7 @@ def _replacement(bundle: Bundle, options: SwapOptions, say: Say) -> Replacement 
     if manifest.recipe in (compiled, fitted):
         return None
     say(f"reading the target and the drafter {source.name}")
-    drafter, own = _of_the_bundles_form(bundle, source, _checkpoint(bundle, options.target))
+    drafter, own = _of_the_bundles_form(bundle, source, checkpoint_of(bundle, options.target))
     if not own:
         say("its own best trees need other heads or choices than were compiled: those are kept")
     trees = draft_trees(sorted(map(int, manifest.trees)), drafter)
@@ -139,8 +139,11 @@ def _source(bundle: Bundle, name: str) -> DrafterSource:
     return source
 
 
-def _checkpoint(bundle: Bundle, target: str | None) -> Checkpoint:
-    """The bundle's target, which drafters share layers with."""
+def checkpoint_of(bundle: Bundle, target: str | None) -> Checkpoint:
+    """What the bundle's target was compiled from; `target` may be left out for a shipped one.
+
+    Raises ForerunError where it isn't known, or is another one.
+    """
     compiled = bundle.manifest.target
     if target is None and compiled.name not in SHIPPED:
         raise ForerunError(

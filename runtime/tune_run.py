@@ -31,7 +31,7 @@ from forerun.runtime.tune import (
     tuned_trees,
 )
 
-PLAIN, DEFAULT, TUNED, SECOND = "plain", "default", "tuned", "runner-up"
+PLAIN, DEFAULT, FIRST, SECOND = "plain", "default", "predicted best", "predicted second"
 Say = Callable[[str], None]
 
 
@@ -84,7 +84,7 @@ def tune(
     sizes = {choice.nodes for choice in plan.choices}
     shapes = manifest if best == DEFAULT else tuned_trees(manifest, tried, [*sizes])
     written = replace(shapes, plan=plan)
-    return Tuned(written, _report(bundle, config, answers, tried, costs, plan, second, result))
+    return Tuned(written, _report(bundle, config, answers, tried, costs, plan, best, result))
 
 
 def runner_up(cost: Costs, tried: Mapping[int, Candidate], winner: int) -> int:
@@ -103,7 +103,7 @@ def confirm(
     config: TuneConfig,
     advance: Advance,
 ) -> Result:
-    """Plain, default, tuned and runner-up on prompts that were not recorded."""
+    """Plain, default, and the two best by prediction on prompts that were not recorded."""
     own = bundle.manifest.trees
     new = {str(nodes): tried[nodes].tree for nodes in (second, *_sizes(plan)) if nodes > 1}
     wide = with_trees(bundle, new)
@@ -111,7 +111,7 @@ def confirm(
     runners = {
         PLAIN: Runner(Fixed(1), {**new, **own}),
         DEFAULT: Runner(Fixed(int(bundle.manifest.default_tree)), {**new, **own}),
-        TUNED: Runner(Planned(plan), {**own, **new}),
+        FIRST: Runner(Planned(plan), {**own, **new}),
         SECOND: Runner(Fixed(second), {**own, **new}),
     }
     return race(model, prompts, runners, config.max_new_tokens, advance)
@@ -127,7 +127,7 @@ def corrected(
 ) -> Plan:
     """The plan with what was really the fastest in the place of the predicted winner, wherever that
     was chosen."""
-    if best == TUNED:
+    if best == FIRST:
         return plan
     winner, nodes = plan.choices[0].nodes, {PLAIN: 1, DEFAULT: default, SECOND: second}[best]
 
@@ -159,13 +159,13 @@ def _report(
     tried: Mapping[int, Candidate],
     costs: Sequence[Costs],
     plan: Plan,
-    second: int,
+    best: str,
     result: Result,
 ) -> dict[str, Any]:
     chosen = plan.choices[0].nodes
     tree = tried[chosen].tree if chosen > 1 else None
-    speedup, interval = result.ratio(TUNED, PLAIN)
-    gain, gain_interval = result.ratio(TUNED, DEFAULT)
+    speedup, interval = result.ratio(best, PLAIN)
+    gain, gain_interval = result.ratio(best, DEFAULT)
     report = {
         "plan": asdict(plan),
         "exact_search": answers[0].parents is None,
@@ -173,12 +173,12 @@ def _report(
         "identical": min(result.identical(name, PLAIN) for name in result.answers),
         "speedup": speedup,
         "speedup_interval": interval,
-        "tau": result.stats(TUNED).tau,
-        "acceptance_by_depth": result.stats(TUNED).acceptance_by_depth,
+        "tau": result.stats(best).tau,
+        "acceptance_by_depth": result.stats(best).acceptance_by_depth,
         "gain": gain,
         "gain_interval": gain_interval,
         "measured": {name: _measured(result, name) for name in result.answers},
-        "runner_up": second,
+        "chosen": best,
         "tried": [
             {
                 "rows": cost.rows,
@@ -236,7 +236,7 @@ def table(report: dict[str, Any]) -> Any:
     grid.add_section()
     bounds = report["gain_interval"]
     interval = f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
-    grid.add_row("tuned over default", "", "", f"{report['gain']:.2f}{interval}")
+    grid.add_row(f"{report['chosen']} over default", "", "", f"{report['gain']:.2f}{interval}")
     for choice in report["plan"]["choices"]:
         what = "plain" if choice["nodes"] == 1 else f"{choice['nodes']} nodes"
         where = f"plan, from {choice['context']} tokens"
