@@ -1,0 +1,90 @@
+"""The environment that the other engines are installed into, apart from this project's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CONSTRAINTS = ROOT / "constraints.txt"
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    # torch first, at the version that constraints.txt pins: nothing after it asks for another.
+    "transformers": ("torch", "transformers"),
+    "onnxruntime-genai": ("onnxruntime-genai", "onnxruntime", "onnx", "onnx-ir"),
+    "openvino-genai": ("openvino-genai",),
+    "llama-cpp-python": ("llama-cpp-python",),
+}
+"""What `pip install` is given, a peer at a time: where one can't be installed, the others are."""
+
+FLAGS: dict[str, str] = {
+    "CMAKE_ARGS": " ".join(
+        f"-D{name}={value}"
+        for name, value in {
+            "GGML_NATIVE": "ON",
+            "LLAVA_BUILD": "OFF",
+            "LLAMA_BUILD_TESTS": "OFF",
+            "LLAMA_BUILD_EXAMPLES": "OFF",
+            "LLAMA_BUILD_TOOLS": "OFF",
+            "LLAMA_BUILD_SERVER": "OFF",
+        }.items()
+    )
+}
+"""llama-cpp-python is compiled: for this very processor, and no more of it than is run."""
+
+LIST = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A Python with the peers' packages."""
+
+    python: Path
+
+    @classmethod
+    def at(cls, folder: Path) -> Environment:
+        """The virtual environment in `folder`."""
+        return cls(folder / ("Scripts" if os.name == "nt" else "bin") / "python")
+
+    def installed(self) -> dict[str, str]:
+        """Name and version of every package; none where there is no such environment."""
+        if not self.python.exists():
+            return {}
+        listed = subprocess.run([self.python, "-c", LIST], check=True, capture_output=True)
+        return dict(json.loads(listed.stdout))
+
+    def install(self) -> dict[str, str]:
+        """Makes the environment and installs every peer; -> why those failed that did."""
+        if not self.python.exists():
+            subprocess.run([sys.executable, "-m", "venv", self.python.parents[1]], check=True)
+        failed = {}
+        for name, packages in GROUPS.items():
+            print(f"installing {', '.join(packages)}", flush=True)
+            words = [self.python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+            words += ["-c", CONSTRAINTS, *packages]
+            done = subprocess.run(words, env={**FLAGS, **os.environ}, stderr=subprocess.PIPE)
+            if done.returncode:
+                failed[name] = last_line(done.stderr)
+        return failed
+
+
+def last_line(output: bytes) -> str:
+    """What a failed process said last."""
+    lines = output.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1].strip() if lines else "it said nothing"
+
+
+def worker_variables(threads: int) -> Mapping[str, str]:
+    """The environment variables of a worker: so many threads, and nothing fetched."""
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return {
+        **os.environ,
+        **offline,
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
