@@ -37,7 +37,10 @@ FLAGS: dict[str, str] = {
 }
 """llama-cpp-python is compiled: for this very processor, and no more of it than is run."""
 
-LIST = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
+LIST = """
+import importlib.metadata, json
+print(json.dumps({found.name: found.version for found in importlib.metadata.distributions()}))
+"""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ def open_model(job: Job) -> Generate:
     torch.set_num_threads(job.threads)
     dtype = getattr(torch, job.options["dtype"])
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).eval()
-    lookup = {"prompt_lookup_num_tokens": n for n in [job.options.get("lookup")] if n}
+    count = job.options.get("lookup")
+    lookup = {"prompt_lookup_num_tokens": count} if count else {}
 
     def generate(prompt: Sequence[int], recorder: Recorder) -> None:
         ids = torch.tensor([prompt])
