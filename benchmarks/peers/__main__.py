@@ -85,7 +85,7 @@ def measure(given: argparse.Namespace, peers: Environment) -> dict[str, Any]:
             continue
         options = {"nodes": given.nodes} if name == OURS and given.nodes else {}
         stops = bundle.manifest.target.stop_ids
-        jobs[name] = Job(name, str(path), prompts, given.max_new_tokens, stops, 1, options)
+        jobs[name] = Job(name, str(path.resolve()), prompts, given.max_new_tokens, stops, 1, options)
     plan = Plan(given.rounds, tuple(given.threads))
     measured, failed = compare(jobs, plan, Processes(peers), say)
     return {
