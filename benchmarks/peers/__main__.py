@@ -54,16 +54,26 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--install", action="store_true", help="install the peers first")
     parser.add_argument("--prompts", type=Path, help="JSON lines; default: the bundle's own")
     parser.add_argument("--target", default="smollm2", help="what the bundle was compiled from")
-    parser.add_argument("--limit", type=int, help="only the first so many prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=80)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--nodes", type=int, help="size of the draft tree; default: the bundle's")
+    parser.add_argument("--limit", type=positive, help="only the first so many prompts")
+    parser.add_argument("--max-new-tokens", type=positive, default=80)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument(
+        "--nodes", type=positive, help="size of the draft tree; default: the bundle's"
+    )
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     cores = sorted({1, os.cpu_count() or 1})
-    parser.add_argument("--threads", type=int, nargs="+", default=cores, help="numbers to try")
+    parser.add_argument("--threads", type=positive, nargs="+", default=cores, help="numbers to try")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     return parser.parse_args()
+
+
+def positive(text: str) -> int:
+    """A number of one or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not above 0")
+    return number
 
 
 def measure(given: argparse.Namespace, peers: Environment) -> dict[str, Any]:
@@ -85,7 +95,9 @@ def measure(given: argparse.Namespace, peers: Environment) -> dict[str, Any]:
             continue
         options = {"nodes": given.nodes} if name == OURS and given.nodes else {}
         stops = bundle.manifest.target.stop_ids
-        jobs[name] = Job(name, str(path.resolve()), prompts, given.max_new_tokens, stops, 1, options)
+        jobs[name] = Job(
+            name, str(path.resolve()), prompts, given.max_new_tokens, stops, 1, options
+        )
     plan = Plan(given.rounds, tuple(given.threads))
     measured, failed = compare(jobs, plan, Processes(peers), say)
     return {

@@ -15,6 +15,8 @@ from .exchange import Job, Outcome, read_outcome, write_json
 from .registry import VARIANTS
 
 PROBE_PROMPTS, PROBE_TOKENS = 3, 48
+PATIENCE = 2 * 60 * 60
+"""Seconds after which a worker is given up."""
 HOPELESS = 0.25
 """A peer below this share of the best one's speed in the first round is not run again: no drift
 seen here makes up for it, and it would take most of the time."""
@@ -40,7 +42,12 @@ class Processes:
             write_json(paths[0], job)
             words = [python, "-m", f"{__package__}.worker", *paths]
             variables = worker_variables(job.threads)
-            done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True)
+            try:
+                done = subprocess.run(
+                    words, cwd=ROOT, env=variables, capture_output=True, timeout=PATIENCE
+                )
+            except subprocess.TimeoutExpired:
+                raise WorkerError(f"it took more than {PATIENCE} seconds") from None
             if done.returncode or not paths[1].exists():
                 raise WorkerError(last_line(done.stderr))
             return read_outcome(paths[1])
@@ -69,7 +76,10 @@ class Plan:
 def compare(
     jobs: Mapping[str, Job], plan: Plan, run: Run, say: Callable[[str], object]
 ) -> tuple[dict[str, Measured], dict[str, str]]:
-    """(what was measured, why the others failed); a job's threads and options are the probe's."""
+    """(what was measured, why some failed); a job's threads and options are the probe's choice.
+
+    One that fails in a later round keeps the rounds that it has.
+    """
     measured: dict[str, Measured] = {}
     failed: dict[str, str] = {}
     for name, job in jobs.items():
@@ -84,18 +94,17 @@ def compare(
     for number in range(plan.rounds):
         # Back and forth, so that a machine that slows down or speeds up favours nobody.
         for name in [*measured][:: -1 if number % 2 else 1]:
-            if number and hopeless(name, measured):
+            if name in failed or (number and hopeless(name, measured)):
                 continue
             try:
                 outcome = run(measured[name].job)
             except WorkerError as error:
                 failed[name] = str(error)
-                del measured[name]
                 say(f"{name}: {error}")
                 continue
             measured[name].outcomes.append(outcome)
             say(f"round {number + 1}, {name}: {tokens_per_s(outcome):.1f} tokens/s")
-    return measured, failed
+    return {name: found for name, found in measured.items() if found.outcomes}, failed
 
 
 def probe(job: Job, plan: Plan, run: Run) -> Measured:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ SPEEDS = {OURS_PLAIN: 50.0, OURS: 120.0, LLAMA: 60.0, LOOKUP: 40.0, GENAI: 55.0,
 class Machine:
     """Answers jobs at fixed speeds, two threads a tenth faster; keeps the order of the rounds."""
 
-    def __init__(self, broken: Callable[[Job], bool] = lambda job: False) -> None:
+    def __init__(self, broken: Callable[[Job], bool] = lambda given: False) -> None:
         self.broken, self.probed, self.ran = broken, [], []
         self.said: list[str] = []
 
@@ -175,9 +176,20 @@ def test_one_that_fails_is_named_and_the_others_go_on() -> None:
     everything, fails = [OURS, LLAMA, GENAI], lambda given: given.variant == LLAMA
     measured, failed = Machine(fails).compared(2, everything)
     assert failed == {LLAMA: "out of memory"} and {*measured} == {OURS, GENAI}
-    late = Machine(lambda given: given.variant == LLAMA and given.max_new_tokens == 60)
-    measured, failed = late.compared(2, everything)
-    assert failed == {LLAMA: "out of memory"} and len(measured[OURS].outcomes) == 2
+    rounds = Machine(lambda given: given.variant == LLAMA and given.max_new_tokens == 60)
+    measured, failed = rounds.compared(2, everything)
+    assert failed == {LLAMA: "out of memory"} and {*measured} == {OURS, GENAI}
+    assert len(measured[OURS].outcomes) == 2
+
+
+def test_one_that_fails_late_keeps_its_rounds_and_is_not_run_again() -> None:
+    machine = Machine(lambda given: given.variant == LLAMA and len(machine.ran) > 4)
+    measured, failed = machine.compared(3, [OURS, LLAMA, GENAI])
+    assert failed == {LLAMA: "out of memory"}
+    runs = {name: len(found.outcomes) for name, found in measured.items()}
+    assert runs == {OURS: 3, LLAMA: 1, GENAI: 3}
+    ratios = summary(measured)["variants"][LLAMA]["forerun_speculative_to_this"]
+    assert ratios["low"] == ratios["high"] == pytest.approx(2)
 
 
 def test_a_setting_that_does_not_work_is_not_chosen() -> None:
@@ -247,8 +259,7 @@ def test_the_report_is_shown_whole() -> None:
 
     found = measured_at({OURS_PLAIN: [50, 40], OURS: [100, 100], LLAMA: [50, 50]})
     found |= {"prompts": 2, "max_new_tokens": 60, "skipped": {GENAI: "not installed: x"}}
-    console = Console(width=200, record=True, quiet=True)
-    console.print(table(found))
-    text = console.export_text()
-    assert "45.0 (40.0 to 50.0)" in text and "not installed: x" in text
+    text = StringIO()
+    Console(width=200, file=text).print(table(found))
+    assert "45.0 (40.0 to 50.0)" in text.getvalue() and "not installed: x" in text.getvalue()
     assert "speculative to best peer: 2.00" in headline(found)
