@@ -82,6 +82,7 @@ def measure(given: argparse.Namespace, peers: Environment) -> dict[str, Any]:
     prompts = encoded(bundle, given.prompts, given.limit, given.max_new_tokens)
     preparation = Preparation(given.bundle, given.target, given.folder, peers)
     installed = peers.installed()
+    tokens, stops = given.max_new_tokens, bundle.manifest.target.stop_ids
     jobs: dict[str, Job] = {}
     skipped: dict[str, str] = {}
     for name in given.only:
