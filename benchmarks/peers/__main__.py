@@ -60,7 +60,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--nodes", type=positive, help="size of the draft tree; default: the bundle's"
     )
-    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    everybody = list(VARIANTS)
+    parser.add_argument("--only", nargs="+", choices=everybody, default=everybody, metavar="NAME",
+                        help=", ".join(everybody))  # fmt: skip
     cores = sorted({1, os.cpu_count() or 1})
     parser.add_argument("--threads", type=positive, nargs="+", default=cores, help="numbers to try")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers")
@@ -95,10 +97,7 @@ def measure(given: argparse.Namespace, peers: Environment) -> dict[str, Any]:
             skipped[name] = reason or ""
             continue
         options = {"nodes": given.nodes} if name == OURS and given.nodes else {}
-        stops = bundle.manifest.target.stop_ids
-        jobs[name] = Job(
-            name, str(path.resolve()), prompts, given.max_new_tokens, stops, 1, options
-        )
+        jobs[name] = Job(name, str(path.resolve()), prompts, tokens, stops, 1, options)
     plan = Plan(given.rounds, tuple(given.threads))
     measured, failed = compare(jobs, plan, Processes(peers), say)
     return {

@@ -84,7 +84,7 @@ def compare(
     failed: dict[str, str] = {}
     for name, job in jobs.items():
         try:
-            measured[name] = probe(job, plan, run)
+            measured[name] = probe(job, plan, run, inherited(name, measured))
         except WorkerError as error:
             failed[name] = str(error)
             say(f"{name}: {error}")
@@ -107,21 +107,34 @@ def compare(
     return {name: found for name, found in measured.items() if found.outcomes}, failed
 
 
-def probe(job: Job, plan: Plan, run: Run) -> Measured:
-    """The job with the setting that was fastest on a few prompts; WorkerError: none worked."""
+def inherited(name: str, measured: Mapping[str, Measured]) -> dict[str, Any]:
+    """What the probe chose for the plain variant of `name`."""
+    plain = VARIANTS[name].plain
+    if plain not in measured:
+        return {}
+    chosen = measured[plain].job.options
+    return {option: chosen[option] for option in VARIANTS[plain].tried}
+
+
+def probe(job: Job, plan: Plan, run: Run, given: Mapping[str, Any]) -> Measured:
+    """The job with the setting that was fastest on a few prompts; WorkerError: none worked.
+
+    Options that are `given` hold where the variant has none of its own.
+    """
     short = replace(
         job,
         prompts=job.prompts[: plan.probe_prompts],
         max_new_tokens=min(plan.probe_tokens, job.max_new_tokens),
     )
     probes, reason = [], "no setting to try"
-    for threads, options in VARIANTS[job.variant].settings(plan.threads):
+    for threads, tried in VARIANTS[job.variant].settings(plan.threads):
+        options = {**given, **tried, **job.options}
         try:
-            outcome = run(replace(short, threads=threads, options={**options, **job.options}))
+            outcome = run(replace(short, threads=threads, options=options))
         except WorkerError as error:
             reason = str(error)
             continue
-        probes.append((threads, {**options, **job.options}, tokens_per_s(outcome)))
+        probes.append((threads, options, tokens_per_s(outcome)))
     if not probes:
         raise WorkerError(reason)
     threads, options, _ = max(probes, key=lambda found: found[2])

@@ -25,7 +25,8 @@ class Variant:
     """The variant whose tokens it must repeat; None: it is plain itself."""
     options: Mapping[str, Any] = field(default_factory=dict)
     tried: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Options of which a short probe picks the fastest, besides the number of threads."""
+    """Options of which a short probe picks the fastest, besides the number of threads. Those of
+    the plain variant are taken over from it, since they may change the tokens."""
 
     @property
     def ours(self) -> bool:
@@ -38,31 +39,31 @@ class Variant:
         return [(count, {**self.options, **row}) for count in threads for row in rows]
 
 
-OURS, OURS_PLAIN = "forerun, speculative", "forerun, plain"
+OURS, OURS_PLAIN = "forerun", "forerun-plain"
 
 VARIANTS: dict[str, Variant] = {
     OURS_PLAIN: Variant("with_forerun", "bundle", options={"nodes": 1}),
     OURS: Variant("with_forerun", "bundle", plain=OURS_PLAIN),
     "llama.cpp": Variant("with_llama_cpp", "gguf", ("llama-cpp-python",)),
-    "llama.cpp, prompt lookup": Variant(
+    "llama.cpp-lookup": Variant(
         "with_llama_cpp",
         "gguf",
         ("llama-cpp-python",),
         plain="llama.cpp",
         tried={"lookup": (2, 10)},
     ),
-    "ONNX Runtime GenAI": Variant("with_ort_genai", "int4", ("onnxruntime-genai",)),
-    "OpenVINO GenAI": Variant(
+    "ort-genai": Variant("with_ort_genai", "int4", ("onnxruntime-genai",)),
+    "openvino": Variant(
         "with_openvino",
         "gguf",
         ("openvino-genai",),
         tried={"attention": ("SDPA", "PA")},
     ),
-    "OpenVINO GenAI, prompt lookup": Variant(
+    "openvino-lookup": Variant(
         "with_openvino",
         "gguf",
         ("openvino-genai",),
-        plain="OpenVINO GenAI",
+        plain="openvino",
         options={"attention": "PA"},
         tried={"lookup": (2, 5)},
     ),
@@ -72,12 +73,12 @@ VARIANTS: dict[str, Variant] = {
         ("transformers", "torch"),
         tried={"dtype": ("float32", "bfloat16")},
     ),
-    "transformers, prompt lookup": Variant(
+    "transformers-lookup": Variant(
         "with_transformers",
         "folder",
         ("transformers", "torch"),
         plain="transformers",
-        tried={"dtype": ("float32", "bfloat16"), "lookup": (3, 10)},
+        tried={"lookup": (3, 10)},
     ),
 }
 

@@ -80,7 +80,7 @@ def _variant(
         "identical_to_plain": identical(first, measured[plain].outcomes[0])
         if plain in measured
         else None,
-        "forerun_speculative_to_this": ratio(rates[OURS], rates[name]) if OURS in rates else None,
+        "forerun_to_this": ratio(rates[OURS], rates[name]) if OURS in rates else None,
         "versions": first.versions,
     }
 
@@ -91,7 +91,7 @@ def table(report: Mapping[str, Any]) -> Any:
 
     grid = Table(
         *("", "tokens/s", "prefill tokens/s", "tokens", "a step", "as plain"),
-        *("forerun, speculative, over it", "setting"),
+        *("forerun over it", "setting"),
         title=f"{report['prompts']} prompts, {report['max_new_tokens']} tokens, medians of rounds",
     )
     for name, found in report["variants"].items():
@@ -103,7 +103,7 @@ def table(report: Mapping[str, Any]) -> Any:
             str(found["tokens"]),
             f"{found['tokens_per_step']:.2f}",
             "" if same is None else f"{same} of {report['prompts']}",
-            _spread_text(found["forerun_speculative_to_this"], ".2f"),
+            _spread_text(found["forerun_to_this"], ".2f"),
             settings_text(found["threads"], found["options"]),
         )
     grid.add_section()

@@ -28,9 +28,9 @@ class Streamer(BaseStreamer):  # type: ignore[misc]
 
 
 def open_model(job: Job) -> Generate:
-    """The folder, loaded in the type that the options name."""
+    """The folder, loaded in the type that the options name, else float32."""
     torch.set_num_threads(job.threads)
-    dtype = getattr(torch, job.options["dtype"])
+    dtype = getattr(torch, job.options.get("dtype", "float32"))
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).eval()
     count = job.options.get("lookup")
     lookup = {"prompt_lookup_num_tokens": count} if count else {}

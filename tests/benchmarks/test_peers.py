@@ -18,7 +18,7 @@ from benchmarks.peers.exchange import Answer, Job, Outcome, Recorder
 from benchmarks.peers.registry import OURS, OURS_PLAIN, VARIANTS, missing
 from benchmarks.peers.report import headline, summary, table
 
-LLAMA, LOOKUP, GENAI = "llama.cpp", "llama.cpp, prompt lookup", "ONNX Runtime GenAI"
+LLAMA, LOOKUP, GENAI = "llama.cpp", "llama.cpp-lookup", "ort-genai"
 SLOW = "transformers"
 STOP = 9
 
@@ -115,8 +115,8 @@ def test_every_package_is_installed_by_name_and_torch_is_the_pinned_one() -> Non
 
 
 def test_a_probe_tries_every_setting() -> None:
-    found = VARIANTS["transformers, prompt lookup"].settings((1, 2))
-    kinds = [{"dtype": d, "lookup": n} for d in ("float32", "bfloat16") for n in (3, 10)]
+    found = VARIANTS["openvino-lookup"].settings((1, 2))
+    kinds = [{"attention": "PA", "lookup": count} for count in (2, 5)]
     assert found == [(threads, kind) for threads in (1, 2) for kind in kinds]
     assert VARIANTS[OURS_PLAIN].settings((1, 2)) == [(1, {"nodes": 1}), (2, {"nodes": 1})]
 
@@ -172,6 +172,23 @@ def test_the_fastest_setting_of_the_probe_is_measured_and_the_rounds_alternate()
     assert tokens_per_s(measured[LLAMA].outcomes[0]) == pytest.approx(66)
 
 
+def test_lookup_takes_over_what_was_chosen_for_its_plain_variant() -> None:
+    """Another type would change the tokens that it is compared with."""
+    plan = Plan(1, (1,), probe_tokens=10)
+    speeds = {"float32": 3.0, "bfloat16": 4.0, None: 5.0}
+    ran: list[Job] = []
+
+    def run(given: Job) -> Outcome:
+        ran.append(given)
+        return Outcome((answer((1, 2), 1 / speeds[given.options.get("dtype")]),) * 2)
+
+    jobs = {name: job(name) for name in (OURS_PLAIN, OURS, SLOW, "transformers-lookup")}
+    measured, _ = compare(jobs, plan, run, lambda line: None)
+    assert measured["transformers-lookup"].job.options["dtype"] == "bfloat16"
+    assert "nodes" not in measured[OURS].job.options
+    assert {given.options["dtype"] for given in ran if "lookup" in given.options} == {"bfloat16"}
+
+
 def test_one_that_fails_is_named_and_the_others_go_on() -> None:
     everything, fails = [OURS, LLAMA, GENAI], lambda given: given.variant == LLAMA
     measured, failed = Machine(fails).compared(2, everything)
@@ -188,7 +205,7 @@ def test_one_that_fails_late_keeps_its_rounds_and_is_not_run_again() -> None:
     assert failed == {LLAMA: "out of memory"}
     runs = {name: len(found.outcomes) for name, found in measured.items()}
     assert runs == {OURS: 3, LLAMA: 1, GENAI: 3}
-    ratios = summary(measured)["variants"][LLAMA]["forerun_speculative_to_this"]
+    ratios = summary(measured)["variants"][LLAMA]["forerun_to_this"]
     assert ratios["low"] == ratios["high"] == pytest.approx(2)
 
 

@@ -42,7 +42,7 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["transformers", "transformers, prompt lookup"])
+@pytest.mark.parametrize("variant", ["transformers", "transformers-lookup"])
 def test_transformers_gives_the_same_from_the_folder_made_of_a_checkpoint(
     variant: str, tiny_target: tuple[Any, dict[str, Any]], tiny_bundle: Path, tmp_path: Path
 ) -> None:
