@@ -49,7 +49,7 @@ class Processes:
             except subprocess.TimeoutExpired:
                 raise WorkerError(f"it took more than {PATIENCE} seconds") from None
             if done.returncode or not paths[1].exists():
-                raise WorkerError(last_line(done.stderr))
+                raise WorkerError(f"status {done.returncode}: {last_line(done.stderr)}")
             return read_outcome(paths[1])
 
 
