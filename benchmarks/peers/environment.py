@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -59,7 +60,9 @@ class Environment:
         if not self.python.exists():
             return {}
         listed = subprocess.run([self.python, "-c", LIST], check=True, capture_output=True)
-        return dict(json.loads(listed.stdout))
+        found: dict[str, str] = json.loads(listed.stdout)
+        # A wheel may spell its name with other separators than those it is asked for with.
+        return {re.sub("[-_.]+", "-", name).lower(): found[name] for name in found}
 
     def install(self) -> dict[str, str]:
         """Makes the environment and installs every peer; -> why those failed that did."""

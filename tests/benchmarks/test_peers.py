@@ -131,7 +131,9 @@ def test_what_is_not_installed_is_named() -> None:
 
 def test_an_environment_says_what_it_holds(tmp_path: Path) -> None:
     assert Environment.at(tmp_path / "none").installed() == {}
-    assert Environment(Path(sys.executable)).installed()["pytest"] == pytest.__version__
+    found = Environment(Path(sys.executable)).installed()
+    assert found["pytest"] == pytest.__version__
+    assert "typing-extensions" in found  # its own metadata says typing_extensions
 
 
 # --- rounds ---------------------------------------------------------------------------------
