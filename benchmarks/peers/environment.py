@@ -23,20 +23,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """What `pip install` is given, a peer at a time: where one can't be installed, the others are."""
 
-FLAGS: dict[str, str] = {
-    "CMAKE_ARGS": " ".join(
-        f"-D{name}={value}"
-        for name, value in {
-            "GGML_NATIVE": "ON",
-            "LLAVA_BUILD": "OFF",
-            "LLAMA_BUILD_TESTS": "OFF",
-            "LLAMA_BUILD_EXAMPLES": "OFF",
-            "LLAMA_BUILD_TOOLS": "OFF",
-            "LLAMA_BUILD_SERVER": "OFF",
-        }.items()
-    )
+FLAGS = {
+    "GGML_NATIVE": "ON",
+    **dict.fromkeys(("LLAVA_BUILD", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_SERVER"), "OFF"),
+    **dict.fromkeys(("LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES"), "OFF"),
+    "CMAKE_CXX_FLAGS": "'-fno-tree-dse -fno-dse -fno-strict-aliasing'",
 }
-"""llama-cpp-python is compiled: for this very processor, and no more of it than is run."""
+"""llama-cpp-python is compiled: for this very processor, and no more of it than is run. On one with
+AMX, gcc 12 otherwise drops the writes to the tile configuration (its `_tile_loadconfig` claims to
+read eight bytes), and the first matmul is a segmentation fault (llama.cpp's issue 20824)."""
 
 LIST = """
 import importlib.metadata, json
@@ -73,7 +68,8 @@ class Environment:
             print(f"installing {', '.join(packages)}", flush=True)
             words = [self.python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
             words += ["-c", CONSTRAINTS, *packages]
-            done = subprocess.run(words, env={**FLAGS, **os.environ}, stderr=subprocess.PIPE)
+            flags = {"CMAKE_ARGS": " ".join(f"-D{name}={value}" for name, value in FLAGS.items())}
+            done = subprocess.run(words, env={**flags, **os.environ}, stderr=subprocess.PIPE)
             if done.returncode:
                 failed[name] = last_line(done.stderr)
         return failed
