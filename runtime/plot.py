@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 HEIGHT = 220
 """Pixels of a plot, without its axes' labels."""
@@ -190,7 +191,7 @@ def _spread(heights: Sequence[float]) -> list[float]:
     """The heights, moved apart so that labels don't overlap, and kept above the axis."""
     order = sorted(range(len(heights)), key=lambda place: heights[place])
     spread = list(heights)
-    for above, place in zip(order, order[1:], strict=False):
+    for above, place in pairwise(order):
         spread[place] = max(spread[place], spread[above] + LABEL_GAP)
     limit = float(HEIGHT)
     for place in reversed(order):

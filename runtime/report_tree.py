@@ -57,7 +57,7 @@ def tree_picture(
         Node(
             *(xs[i], ys[i], xs[max(parent, 0)], ys[max(parent, 0)], min(max(shares[i], 0), 1)),
             _words(i, depths[i], shares[i], accepted is not None),
-            f"{100 * shares[i]:.0f}%" if 0 < i and len(parents) <= LABELLED else "",
+            f"{100 * shares[i]:.0f}%" if i > 0 and len(parents) <= LABELLED else "",
         )
         for i, parent in enumerate(parents)
     )
