@@ -12,9 +12,9 @@ from itertools import pairwise
 
 HEIGHT = 220
 """Pixels of a plot, without its axes' labels."""
-LABEL_GAP = 17
+LABEL_GAP = 16
 """Pixels between the labels at the ends of neighbouring lines."""
-CROWDED = 7.5
+CROWDED = 10.0
 """Percent between two ticks below which one of them has no label."""
 
 
@@ -70,6 +70,8 @@ class Plot:
     lines: tuple[Line, ...] = ()
     bars: tuple[Bar, ...] = ()
     rule: Tick | None = None
+    name_title: str = ""
+    """What the lines' names are."""
     height: int = HEIGHT
 
 
@@ -93,12 +95,15 @@ def axis_label(value: float, step: float) -> str:
 
 def line_plot(
     series: Mapping[str, Mapping[int, float]],
-    titles: tuple[str, str],
+    titles: tuple[str, str, str],
     form: Callable[[str, int, float], str],
     marks: Mapping[str, Mapping[int, float]] | None = None,
     rule: tuple[float, str] | None = None,
 ) -> Plot:
-    """Lines over a logarithmic axis, since sizes double; `form` says a point in words."""
+    """Lines over a logarithmic axis, since sizes double; `form` says a point in words.
+
+    `titles` are of the axis across, of the one up, and of the lines' names.
+    """
     marks = marks or {}
     everything = [*series.values(), *marks.values()]
     across = _logarithmic(sorted({n for values in everything for n in values}))
@@ -122,9 +127,10 @@ def line_plot(
     return Plot(
         _labelled(across),
         _down_ticks(ticks, down),
-        *titles,
+        *titles[:2],
         lines=lines,
         rule=Tick(down(rule[0]), rule[1]) if rule else None,
+        name_title=titles[2],
     )
 
 
@@ -132,10 +138,10 @@ def bar_plot(
     values: Sequence[tuple[str, float]],
     titles: tuple[str, str],
     form: Callable[[float], str],
-    top: float | None = None,
+    shares: bool = False,
 ) -> Plot:
-    """Columns side by side, each with its name below and its value above."""
-    ticks = nice_ticks(max((value for _, value in values), default=0.0) if top is None else top)
+    """Columns side by side, each with its name below and its value above; shares up to 1."""
+    ticks = nice_ticks(1.0 if shares else max((value for _, value in values), default=0.0))
     slot = 100 / max(len(values), 1)
     # Every second or third name, where all of them would run together.
     stride = math.ceil(len(values) * max((len(name) for name, _ in values), default=1) / 44)
@@ -158,7 +164,7 @@ def bar_plot(
         for place, (bar, (name, _)) in enumerate(zip(bars, values, strict=True))
         if place % stride == 0
     )
-    return Plot(names, _down_ticks(ticks, down, form), *titles, bars=bars)
+    return Plot(names, _down_ticks(ticks, down, form if shares else None), *titles, bars=bars)
 
 
 def _down_ticks(

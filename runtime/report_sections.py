@@ -89,7 +89,7 @@ def waterfall(report: Report) -> dict[str, Any]:
         rows.append(
             {
                 **stage,
-                "change": stage["ms"] - before if place else None,
+                "change": round(stage["ms"] - before, 2) if place else 0.0,
                 "left": scale * low,
                 "width": scale * (high - low),
                 "kind": "total" if total else "more" if stage["ms"] >= before else "less",
@@ -103,13 +103,13 @@ def cost(report: Report) -> dict[str, Any]:
     curve = report.get("verify_curve")
     if curve:
         contexts = sorted(curve, key=int)
-        series = {f"{context} tokens": _by_size(curve[context]) for context in contexts}
+        series = {str(context): _by_size(curve[context]) for context in contexts}
     else:
-        series = {"short context": _by_size(report["verify_cost"])}
+        series = {"short": _by_size(report["verify_cost"])}
     plot = line_plot(
         series,
-        ("tokens verified in one step, n", "ms"),
-        lambda name, n, ms: f"{name}: {n} in {ms:.1f} ms",
+        ("tokens verified in one step, n", "ms", "context"),
+        lambda name, n, ms: f"context {name}: {n} in {ms:.1f} ms",
     )
     sizes = sorted({n for values in series.values() for n in values})
     rows = [{"n": n, "cells": [_cost_cell(values, n) for values in series.values()]} for n in sizes]
@@ -134,7 +134,7 @@ def depth(report: Report) -> Plot:
     """The share of steps that got at least so deep."""
     shares = report["acceptance_by_depth"]
     named = [(str(place), share) for place, share in enumerate(shares, start=1)]
-    return bar_plot(named, ("depth", "share of steps"), lambda share: f"{100 * share:.0f}%", 1.0)
+    return bar_plot(named, ("depth", "share of steps"), lambda share: f"{100 * share:.0f}%", True)
 
 
 def position(report: Report) -> Plot:
@@ -176,15 +176,15 @@ def tuning(report: Report) -> dict[str, Any]:
     best: dict[str, dict[int, float]] = {}
     measured: dict[str, dict[int, float]] = {}
     for item in sorted(tried, key=lambda item: item["context"]):
-        name, nodes = f"{item['context']} tokens", item["nodes"]
+        name, nodes = str(item["context"]), item["nodes"]
         line = best.setdefault(name, {})
         line[nodes] = max(item["predicted"], line.get(nodes, 0.0))
         if item.get("measured") is not None:
             measured.setdefault(name, {})[nodes] = item["measured"]
     plot = line_plot(
         best,
-        ("nodes of the draft tree", "predicted speedup"),
-        lambda name, nodes, speedup: f"{name}, {nodes} nodes: {speedup:.2f}×",
+        ("nodes of the draft tree", "predicted speedup", "context"),
+        lambda name, nodes, speedup: f"context {name}, {nodes} nodes: {speedup:.2f}×",
         measured,
         (1.0, "plain"),
     )

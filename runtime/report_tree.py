@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from forerun.errors import ForerunError
 
-ROW = 26
+ROW = 34
 """Pixels from leaf to leaf."""
 LABELLED = 40
 """Most nodes that have their share written beside them."""

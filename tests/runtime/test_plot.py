@@ -22,6 +22,7 @@ from forerun.runtime.plot import (
 from forerun.runtime.report_tree import ROW, tree_picture
 
 AXES = ("n", "ms")
+LINES = (*AXES, "context")
 
 
 def words(name: str, n: int, value: float) -> str:
@@ -48,7 +49,7 @@ def test_ticks_of_nothing(top: float) -> None:
 
 
 def test_lines_stand_where_their_values_say() -> None:
-    plot = line_plot({"a": {1: 10.0, 2: 20.0, 4: 40.0}}, AXES, words, rule=(20.0, "twice"))
+    plot = line_plot({"a": {1: 10.0, 2: 20.0, 4: 40.0}}, LINES, words, rule=(20.0, "twice"))
     (line,) = plot.lines
     assert [point.x for point in line.points] == pytest.approx([0, 50, 100])
     assert [point.y for point in line.points] == pytest.approx([HEIGHT * f for f in (0.75, 0.5, 0)])
@@ -59,16 +60,16 @@ def test_lines_stand_where_their_values_say() -> None:
 
 
 def test_a_single_point_and_marks_alone() -> None:
-    plot = line_plot({"a": {6: 3.0}}, AXES, words, {"a": {12: 4.0}})
+    plot = line_plot({"a": {6: 3.0}}, LINES, words, {"a": {12: 4.0}})
     (line,) = plot.lines
     assert (line.points[0].x, line.marks[0].x) == pytest.approx((0, 100))
     assert line.marks[0].y == 0
-    assert line_plot({"a": {6: 3.0}}, AXES, words).lines[0].points[0].x == 50
+    assert line_plot({"a": {6: 3.0}}, LINES, words).lines[0].points[0].x == 50
 
 
 @given(st.sets(st.integers(1, 300), min_size=1, max_size=40))
 def test_labels_below_have_room_and_name_both_ends(sizes: set[int]) -> None:
-    plot = line_plot({"a": dict.fromkeys(sizes, 1.0)}, AXES, words)
+    plot = line_plot({"a": dict.fromkeys(sizes, 1.0)}, LINES, words)
     places = [tick.at for tick in plot.x]
     assert all(b - a >= CROWDED for a, b in pairwise(places))
     labels = {int(tick.label) for tick in plot.x}
@@ -78,14 +79,14 @@ def test_labels_below_have_room_and_name_both_ends(sizes: set[int]) -> None:
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=10))
 def test_line_ends_have_room_for_their_names(values: list[float]) -> None:
     series = {str(place): {1: 1.0, 2: value} for place, value in enumerate(values)}
-    plot = line_plot(series, AXES, words)
+    plot = line_plot(series, LINES, words)
     heights = sorted(line.label_y for line in plot.lines)
     assert heights[-1] <= HEIGHT + 1e-9
     assert all(b - a >= LABEL_GAP - 1e-9 for a, b in pairwise(heights))
 
 
 def test_columns() -> None:
-    plot = bar_plot([("1", 0.5), ("2", 0.25)], AXES, lambda share: f"{share:.2f}", 1.0)
+    plot = bar_plot([("1", 0.5), ("2", 0.25)], AXES, lambda share: f"{share:.2f}", True)
     assert [bar.y for bar in plot.bars] == pytest.approx([HEIGHT * 0.5, HEIGHT * 0.75])
     assert [bar.value for bar in plot.bars] == ["0.50", "0.25"]
     assert [tick.at for tick in plot.x] == [25, 75]

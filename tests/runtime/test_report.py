@@ -105,7 +105,7 @@ def test_the_headline(full_report: dict[str, Any]) -> None:
     assert page.text("h1") == "2.12× faster than plain decoding"
     assert "1.75 to 2.50×" in page.text("interval")
     assert page.text("facts") == (
-        "Speculative 85.0 tokens/s Plain 40.0 tokens/s tau 2.75 tokens a step "
+        "Speculative 85.0 tokens/s Plain 40.0 tokens/s tau, tokens a step 2.75 "
         "Identical to plain 6 of 7 prompts"
     )
     assert page.text("overline") == "forerun bench · tiny · heads · tree of 4 nodes"
@@ -145,11 +145,11 @@ def test_the_waterfall_says_and_draws_its_stages(full_report: dict[str, Any]) ->
 def test_the_cost_of_verifying(full_report: dict[str, Any]) -> None:
     text = Page(render(full_report, "profile")).text("cost")
     assert "Drafting adds 4.5 ms" in text
-    assert "64 tokens: 4 in 25.0 ms" in text and "512 tokens: 4 in 33.0 ms" in text
-    assert "4 25.0 ms 1.25× 33.0 ms 1.50×" in text
+    assert "context 64: 4 in 25.0 ms" in text and "context 512: 4 in 33.0 ms" in text
+    assert "4 25.0 1.25× 33.0 1.50×" in text
     del full_report["verify_curve"]
     text = Page(render(full_report, "bench")).text("cost")
-    assert "short context: 4 in 30.0 ms" in text and "4 30.0 ms 1.20×" in text
+    assert "context short: 4 in 30.0 ms" in text and "4 30.0 1.20×" in text
 
 
 def test_acceptance(full_report: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ def test_tuning(full_report: dict[str, Any]) -> None:
     text = Page(render(full_report, "tune")).text("tuning")
     assert "nodes speculate 512 4 yes 2048 1 no" in text
     assert "4 512 2.50 31.25 2.05× 2.01× 8 512 2.50 31.25 1.61× –" in text
-    assert "512 tokens, 8 nodes: 1.61×" in text and "Rings are measured" in text
+    assert "context 512, 8 nodes: 1.61×" in text and "Rings are measured" in text
     del full_report["tried"]
     assert "2048" in Page(render(full_report, "tune")).text("tuning")
 
