@@ -174,6 +174,7 @@ def verify_command(
     from forerun.progress import progress
     from forerun.runtime.verify import VerifyConfig, table, verify
 
+    check_files(output)
     with progress("Verifying", total=None) as advance:
         certificate = verify(bundle, VerifyConfig(limit, tokens, threads), advance)
     show_report(certificate.to_dict(), table(certificate), output)
@@ -240,7 +241,7 @@ def print_table(table: Any) -> None:
     console.print(table)
 
 
-def check_files(output: Path | None, page: Path | None) -> None:
+def check_files(output: Path | None, page: Path | None = None) -> None:
     """Raises ForerunError, before anything is measured, for a file that can't be written."""
     from forerun.runtime.output import check_output
 
