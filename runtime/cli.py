@@ -245,8 +245,8 @@ def check_files(output: Path | None, page: Path | None = None) -> None:
     """Raises ForerunError, before anything is measured, for a file that can't be written."""
     from forerun.runtime.output import check_output
 
-    for path in (output, page):
-        if path is not None and str(path) != "-":
+    for path in (None if str(output) == "-" else output, page):
+        if path is not None:
             check_output(path)
 
 
