@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import reduce
 from importlib import metadata
 from operator import add
@@ -16,6 +16,7 @@ import numpy as np
 
 from forerun import __version__
 from forerun.errors import ForerunError
+from forerun.runtime.answers import shown_tree, singled_out, words_of
 from forerun.runtime.bundle import Bundle
 from forerun.runtime.chat import encode_prompt
 from forerun.runtime.costs import measure_costs
@@ -44,6 +45,8 @@ class BenchConfig:
     max_new_tokens: int = 128
     params: SamplingParams = GREEDY
     threads: int | None = None
+    answers: int = 0
+    """Answers that are shown token by token: those that gained least and most."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,12 @@ class Pair:
     category: str | None
     plain: Completion
     speculative: Completion
+    prompt: str = ""
+
+    @property
+    def speedup(self) -> float:
+        """Of this prompt alone; 0 where an answer ended before its first step."""
+        return _ratio(self.speculative.stats.tokens_per_s, self.plain.stats.tokens_per_s)
 
     @property
     def identical(self) -> bool:
@@ -92,16 +101,19 @@ def bench(
             pace = Fixed(1) if plain else config.pace
             stream = model.stream_ids(ids, config.max_new_tokens, config.params, pace)
             runs[plain] = stream.completion
-        pairs.append(Pair(prompt.category, runs[True], runs[False]))
+        pairs.append(Pair(prompt.category, runs[True], runs[False], words_of(prompt)))
         advance()
+    summed, largest = summary(pairs), config.pace.largest
     return {
-        **summary(pairs),
+        **summed,
         "categories": _categories(pairs),
         "skipped": len(prompts) - len(fitting),
-        **costs(model, config.pace.largest),
-        "nodes": config.pace.largest,
+        **costs(model, largest),
+        **singled_out(pairs, model.bundle.tokenizer, config.answers),
+        **shown_tree(model.bundle.manifest.trees[str(largest)], summed["acceptance_by_depth"]),
+        "nodes": largest,
         "max_new_tokens": config.max_new_tokens,
-        "temperature": config.params.temperature,
+        **asdict(config.params),
         "threads": config.threads,
         "bundle": bundle_facts(model.bundle),
         "machine": machine(),

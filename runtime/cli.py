@@ -15,10 +15,15 @@ from forerun.errors import ForerunError
 from forerun.runtime.tree import Tree
 
 PATH = click.Path(path_type=Path)
+SHOWN_ANSWERS = 4
+"""Answers that a page shows token by token."""
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 JSON_FILE = click.option(
     "--json", "output", type=PATH, help="Also write the result to this file (-: standard output)."
+)
+REPORT_FILE = click.option(
+    "--report", "page", type=PATH, help="Also write it to this file as a page to read (HTML)."
 )
 THREADS = click.option("--threads", type=click.IntRange(1), help="CPU threads; default: all cores.")
 NODES = click.option(
@@ -86,7 +91,7 @@ def generate_command(
     }
     if as_json:
         answer = asdict(completion)
-        del answer["stats"]
+        del answer["stats"], answer["blocks"]
         click.echo(json.dumps({**answer, **facts}, ensure_ascii=False))
     click.echo(
         f"{len(completion.token_ids)} tokens ({completion.finish_reason}), "
@@ -117,6 +122,7 @@ def _echo_stream(stream: Any) -> None:
 @NODES
 @THREADS
 @JSON_FILE
+@REPORT_FILE
 def bench_command(
     bundle: Path,
     prompts: Path | None,
@@ -129,6 +135,7 @@ def bench_command(
     nodes: int | None,
     threads: int | None,
     output: Path | None,
+    page: Path | None,
 ) -> None:
     """Measures plain and speculative decoding side by side, prompt by prompt, in one run."""
     from forerun.progress import progress
@@ -138,12 +145,15 @@ def bench_command(
     from forerun.runtime.sampling import SamplingParams
 
     params = SamplingParams(temperature, top_k, top_p, seed)
+    check_files(output, page)
     model = load(bundle, threads)
     read = read_prompts(prompts or model.bundle.file("prompts.jsonl"), limit)
-    config = BenchConfig(model.pace(nodes=nodes), max_new_tokens, params, threads)
+    answers = SHOWN_ANSWERS if page else 0
+    config = BenchConfig(model.pace(nodes=nodes), max_new_tokens, params, threads, answers)
     with progress("Measuring", total=len(read)) as advance:
         report = bench(model, read, config, advance)
-    show(report, table(report), output)
+    show_report(report, table(report), output)
+    write_page(report, "bench", page)
 
 
 @click.command("verify")
@@ -164,9 +174,10 @@ def verify_command(
     from forerun.progress import progress
     from forerun.runtime.verify import VerifyConfig, table, verify
 
+    check_files(output)
     with progress("Verifying", total=None) as advance:
         certificate = verify(bundle, VerifyConfig(limit, tokens, threads), advance)
-    show(certificate.to_dict(), table(certificate), output)
+    show_report(certificate.to_dict(), table(certificate), output)
     for check in certificate.checks:
         if check.passed is False:
             raise ForerunError(f"{bundle}: {check.name}: {check.detail}")
@@ -186,7 +197,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
     target, drafter, engine = manifest.target, manifest.drafter, manifest.engine
     sizes = sorted(manifest.trees, key=int)
     total = sum(file.bytes for file in manifest.files.values())
-    _print(
+    print_table(
         _facts(
             {
                 "target": f"{target.name} ({target.architecture}, {target.num_layers} layers, "
@@ -220,7 +231,7 @@ def _facts(facts: dict[str, Any]) -> Any:
     return table
 
 
-def _print(table: Any) -> None:
+def print_table(table: Any) -> None:
     """A rich table on standard output, in full width where that is no terminal."""
     from rich.console import Console
 
@@ -230,18 +241,36 @@ def _print(table: Any) -> None:
     console.print(table)
 
 
-def show(report: dict[str, Any], table: Any, output: Path | None) -> None:
+def check_files(output: Path | None, page: Path | None = None) -> None:
+    """Raises ForerunError, before anything is measured, for a file that can't be written."""
+    from forerun.runtime.output import check_output
+
+    for path in (None if str(output) == "-" else output, page):
+        if path is not None:
+            check_output(path)
+
+
+def show_report(report: dict[str, Any], table: Any, output: Path | None) -> None:
     """The report as a table, and as JSON where it is asked for ("-": instead of the table)."""
+    from forerun.runtime.output import write_output
+
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     if str(output) == "-":
         click.echo(text, nl=False)
         return
-    _print(table)
+    print_table(table)
     if output is not None:
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ForerunError(f"{output}: can't write the result: {error.strerror}") from None
+        write_output(output, text)
+
+
+def write_page(report: dict[str, Any], command: str, page: Path | None) -> None:
+    """The report of `forerun COMMAND` as a page, where one is asked for."""
+    if page is None:
+        return
+    from forerun.runtime.output import write_output
+    from forerun.runtime.report import render
+
+    write_output(page, render(report, command))
 
 
 def _tree_words(nodes: str, tree: Tree | None) -> str:
@@ -258,4 +287,4 @@ def doctor_command(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(report, indent=1, ensure_ascii=False))
     else:
-        _print(table(report))
+        print_table(table(report))

@@ -23,6 +23,8 @@ class Block:
     """Never a stop token, and nothing after it."""
     finish: FinishReason | None
     """Why this is the last block; None where more follow."""
+    drafted: int = 0
+    """So many of `tokens`, the first ones, are accepted draft tokens; one after them is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +180,10 @@ def decode(
 
 def cut(committed: Sequence[int], room: int, stop_ids: Collection[int]) -> Block:
     """The block that a step's tokens give where `room` more tokens are wanted."""
+    accepted = max(len(committed) - 1, 0)  # the last is the target's own
     for place, token in enumerate(committed[:room]):
         if token in stop_ids:
-            return Block(tuple(committed[:place]), "stop")
+            return Block(tuple(committed[:place]), "stop", min(place, accepted))
     full = not committed or len(committed) >= room
-    return Block(tuple(committed[:room]), "length" if full else None)
+    tokens = tuple(committed[:room])
+    return Block(tokens, "length" if full else None, min(len(tokens), accepted))

@@ -31,6 +31,8 @@ class Completion:
     """Without the stop token; with the tokens of a stop string that ended the text."""
     finish_reason: FinishReason
     stats: Stats
+    blocks: tuple[Block, ...] = ()
+    """Its tokens as they came: the prefill's, then a block a step."""
 
 
 class Answer:
@@ -41,12 +43,14 @@ class Answer:
         self._stops = StopStrings((stop,) if isinstance(stop, str) else stop)
         self._one_by_one = bool(stop)
         self._token_ids: list[int] = []
+        self._blocks: list[Block] = []
         self._text: list[str] = []
         self.finish: FinishReason | None = None
         """Why the answer is complete; None while it isn't."""
 
     def push(self, block: Block) -> str:
         """The text that the block settles."""
+        self._blocks.append(block)
         text, stopped = self._push(block.tokens)
         if block.finish and not stopped:
             rest, stopped = self._stops.push(self._detokenizer.flush())
@@ -58,7 +62,8 @@ class Answer:
     def completion(self, stats: Stats) -> Completion:
         """What there is."""
         finish = self.finish or "cancelled"
-        return Completion("".join(self._text), tuple(self._token_ids), finish, stats)
+        ids = tuple(self._token_ids)
+        return Completion("".join(self._text), ids, finish, stats, tuple(self._blocks))
 
     def _push(self, tokens: Sequence[int]) -> tuple[str, bool]:
         """(text that can be shown now, whether a stop string ended it)."""

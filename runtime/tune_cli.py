@@ -7,7 +7,15 @@ from pathlib import Path
 
 import click
 
-from forerun.runtime.cli import JSON_FILE, PATH, THREADS, show
+from forerun.runtime.cli import (
+    JSON_FILE,
+    PATH,
+    REPORT_FILE,
+    THREADS,
+    check_files,
+    show_report,
+    write_page,
+)
 
 
 @click.command("tune")
@@ -31,6 +39,7 @@ from forerun.runtime.cli import JSON_FILE, PATH, THREADS, show
 @click.option("--drafter", help="The same for the drafter.")
 @THREADS
 @JSON_FILE
+@REPORT_FILE
 def tune_command(
     bundle: Path,
     prompts: Path | None,
@@ -44,6 +53,7 @@ def tune_command(
     drafter: str | None,
     threads: int | None,
     output: Path | None,
+    page: Path | None,
 ) -> None:
     """Fits BUNDLE's draft trees to this machine and these prompts, and writes the plan into it.
 
@@ -56,6 +66,7 @@ def tune_command(
     from forerun.runtime.tune import TuneConfig
     from forerun.runtime.tune_run import table, tune, write
 
+    check_files(output, page)
     opened = load_bundle(bundle)
     read = read_prompts(prompts or opened.file("prompts.jsonl"), limit)
     config = TuneConfig(max_new_tokens=max_new_tokens, threads=threads)
@@ -67,9 +78,10 @@ def tune_command(
     config = replace(config, rows=rows or config.rows, contexts=contexts or config.contexts)
     with progress("Tuning", total=None) as advance:
         tuned = tune(opened, read, config, _say, advance)
-    show(tuned.report, table(tuned.report), output)
     if not dry_run:
         write(opened, tuned.manifest)
+    show_report(tuned.report, table(tuned.report), output)
+    write_page(tuned.report, "tune", page)
 
 
 def _say(line: str) -> None:

@@ -43,6 +43,8 @@ def test_every_module_template_and_data_file_is_in_the_wheel(wheel: list[str]) -
         expected |= {f"forerun/{part}/{path.as_posix()}" for path in files(ROOT / part)}
     assert "forerun/runtime/manifest.py" in expected and "forerun/py.typed" in expected
     assert expected - set(wheel) == set()
+    pages = {name for name in wheel if name.startswith("forerun/templates/report")}
+    assert {"forerun/templates/report.html.j2", "forerun/templates/report.css.j2"} < pages
 
 
 def test_the_wheel_installs_nothing_beside_forerun(wheel: list[str]) -> None:

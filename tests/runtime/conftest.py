@@ -119,6 +119,68 @@ def facts(**changes: Any) -> TargetFacts:
     return TargetFacts(**{**values, **changes})
 
 
+def side(tokens_per_s: float) -> dict[str, Any]:
+    """What a report says of plain decoding, or of speculative."""
+    return {"tokens_per_s": tokens_per_s, "tokens": 70, "step_ms": 12.5, "host_share": 0.02}
+
+
+@pytest.fixture
+def full_report() -> dict[str, Any]:
+    """Every key that the page knows, as bench, profile and tune write them."""
+    summary = {
+        "prompts": 7,
+        "identical": 6,
+        "speedup": 2.125,
+        "speedup_interval": [1.75, 2.5],
+        "tau": 2.75,
+        "plain": side(40.0),
+        "speculative": side(85.0),
+    }
+    tokens = [("Two", "plain"), (" is", "drafted"), (" more", "drafted"), (".\n", "corrected")]
+    answer = {
+        "prompt": "How many?",
+        "tau": 3.0,
+        "speedup": 2.5,
+        "tokens": [{"text": text, "state": state} for text, state in [*tokens, ("Yes", "drafted")]],
+    }
+    stages = [("ideal", 9.0, 2.78), ("drafter", 11.0, 2.27), ("host", 10.5, 2.38)]
+    tried = {"tau": 2.5, "step_ms": 31.25}
+    return {
+        **summary,
+        "acceptance_by_depth": [0.8, 0.55, 0.4],
+        "waterfall": [
+            {"name": name, "ms": ms, "speedup": speedup}
+            for name, ms, speedup in [*stages, ("measured", 11.76, 2.125)]
+        ],
+        "verify_cost": {"1": 25.0, "4": 30.0},
+        "verify_curve": {"64": {"1": 20.0, "4": 25.0}, "512": {"1": 22.0, "4": 33.0}},
+        "draft_cost": 4.5,
+        "acceptance_by_position": [
+            {"from": 0, "to": 32, "tau": 2.25},
+            {"from": 32, "to": 64, "tau": 3.25},
+        ],
+        "tree": {"parents": [-1, 0, 0, 1], "accepted": [1.0, 0.61, 0.19, 0.37]},
+        "plan": {"512": {"nodes": 4, "speculate": True}, "2048": {"nodes": 1, "speculate": False}},
+        "tried": [
+            {"nodes": 4, "context": 512, "predicted": 2.05, "measured": 2.01, **tried},
+            {"nodes": 8, "context": 512, "predicted": 1.61, **tried},
+        ],
+        "categories": {"chat": {**summary, "speedup": 1.375}, "one": {**summary, "prompts": 1}},
+        "answers": [answer],
+        "worst": [
+            {"prompt": "Why?", "category": "chat", "speedup": 0.875, "tau": 1.25, "tokens": 48}
+        ],
+        "nodes": 4,
+        "max_new_tokens": 96,
+        "temperature": 0.7,
+        "skipped": 3,
+        "threads": None,
+        "bundle": {"path": "some/bundle", "hash": "ab" * 32, "target": "tiny", "drafter": "heads"},
+        "machine": {"cpu": "A quiet one", "cores": 2},
+        "versions": {"forerun": "0.1.0", "numpy": "2.9.9"},
+    }
+
+
 @pytest.fixture
 def manifest() -> Manifest:
     """A valid manifest that lists no files yet."""

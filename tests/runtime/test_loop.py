@@ -287,14 +287,14 @@ def test_statistics() -> None:
 @pytest.mark.parametrize(
     ("committed", "room", "block"),
     [
-        ([1, 2, 3], 10, Block((1, 2, 3), None)),
-        ([1, 2, 3], 3, Block((1, 2, 3), "length")),
-        ([1, 2, 3], 2, Block((1, 2), "length")),
+        ([1, 2, 3], 10, Block((1, 2, 3), None, 2)),
+        ([1, 2, 3], 3, Block((1, 2, 3), "length", 2)),
+        ([1, 2, 3], 2, Block((1, 2), "length", 2)),
         ([], 5, Block((), "length")),
-        ([1, 0, 3], 10, Block((1,), "stop")),
+        ([1, 0, 3], 10, Block((1,), "stop", 1)),
         ([0, 2], 10, Block((), "stop")),
-        ([1, 2, 0], 2, Block((1, 2), "length")),
-        ([1, 0], 2, Block((1,), "stop")),
+        ([1, 2, 0], 2, Block((1, 2), "length", 2)),
+        ([1, 0], 2, Block((1,), "stop", 1)),
     ],
 )
 def test_cut(committed: list[int], room: int, block: Block) -> None:
