@@ -143,7 +143,7 @@ def bench_command(
     config = BenchConfig(model.tree_size(nodes=nodes), max_new_tokens, params, threads)
     with progress("Measuring", total=len(read)) as advance:
         report = bench(model, read, config, advance)
-    _show(report, table(report), output)
+    show_report(report, table(report), output)
 
 
 @click.command("verify")
@@ -166,7 +166,7 @@ def verify_command(
 
     with progress("Verifying", total=None) as advance:
         certificate = verify(bundle, VerifyConfig(limit, tokens, threads), advance)
-    _show(certificate.to_dict(), table(certificate), output)
+    show_report(certificate.to_dict(), table(certificate), output)
     for check in certificate.checks:
         if check.passed is False:
             raise ForerunError(f"{bundle}: {check.name}: {check.detail}")
@@ -186,7 +186,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
     target, drafter, engine = manifest.target, manifest.drafter, manifest.engine
     sizes = sorted(manifest.trees, key=int)
     total = sum(file.bytes for file in manifest.files.values())
-    _print(
+    print_table(
         _facts(
             {
                 "target": f"{target.name} ({target.architecture}, {target.num_layers} layers, "
@@ -220,7 +220,7 @@ def _facts(facts: dict[str, Any]) -> Any:
     return table
 
 
-def _print(table: Any) -> None:
+def print_table(table: Any) -> None:
     """A rich table on standard output, in full width where that is no terminal."""
     from rich.console import Console
 
@@ -230,13 +230,13 @@ def _print(table: Any) -> None:
     console.print(table)
 
 
-def _show(report: dict[str, Any], table: Any, output: Path | None) -> None:
+def show_report(report: dict[str, Any], table: Any, output: Path | None) -> None:
     """The report as a table, and as JSON where it is asked for ("-": instead of the table)."""
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     if str(output) == "-":
         click.echo(text, nl=False)
         return
-    _print(table)
+    print_table(table)
     if output is not None:
         try:
             output.write_text(text, encoding="utf-8")
@@ -258,4 +258,4 @@ def doctor_command(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(report, indent=1, ensure_ascii=False))
     else:
-        _print(table(report))
+        print_table(table(report))
