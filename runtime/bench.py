@@ -94,7 +94,7 @@ def bench(
         advance()
     return {
         **summary(pairs),
-        "categories": _categories(pairs),
+        "categories": categories(pairs),
         "skipped": len(prompts) - len(fitting),
         **costs(model, config.nodes),
         "nodes": config.nodes,
@@ -245,6 +245,7 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _categories(pairs: Sequence[Pair]) -> dict[str, Any]:
+def categories(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """The summary of each category of prompts."""
     names = dict.fromkeys(pair.category for pair in pairs if pair.category)
     return {name: summary([pair for pair in pairs if pair.category == name]) for name in names}

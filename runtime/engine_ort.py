@@ -37,7 +37,7 @@ class OrtEngine(StepEngine):
     """A bundle's ONNX graph on the CPU."""
 
     def __init__(self, bundle: Bundle, threads: int | None = None, rows: int = 1) -> None:
-        self.session = _open_session(bundle, threads)
+        self.session = _open_session(bundle, self._options(threads))
         inputs = {v.name: (v.shape, NUMPY_TYPES[v.type]) for v in self.session.get_inputs()}
         static = inputs["keys_0"][0][2]  # a number in a graph made for TensorRT
         bucket = static if isinstance(static, int) else BUCKET
@@ -56,6 +56,13 @@ class OrtEngine(StepEngine):
             here["tokens_1"][:] = here[f"tokens_{self.drafted}"][:, :1]
             self.drafted = 1
         return super().launch(nodes)
+
+    def _options(self, threads: int | None) -> Any:
+        """How ONNX Runtime is to run the graph."""
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads or 0
+        options.log_severity_level = 3
+        return options
 
     def _has_draft(self, state: dict[str, Array], live: Array) -> bool:
         return bool((state[f"tokens_{self.drafted}"][live, 1:] >= 0).any())
@@ -84,10 +91,7 @@ def open_engine(bundle: Bundle, threads: int | None = None, rows: int = 1) -> St
     return (OrtCudaEngine if gpu and device_count() else OrtEngine)(bundle, threads, rows)
 
 
-def _open_session(bundle: Bundle, threads: int | None) -> Any:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads or 0
-    options.log_severity_level = 3
+def _open_session(bundle: Bundle, options: Any) -> Any:
     path = bundle.file(bundle.manifest.engine.file)
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import click
 
 from forerun.errors import ForerunError
-from forerun.runtime.cli import PATH, print_table
+from forerun.runtime.cli import (
+    JSON_FILE,
+    NODES,
+    PATH,
+    THREADS,
+    print_table,
+    sampling_options,
+    show_report,
+)
 
 if TYPE_CHECKING:
     from forerun.runtime.predict import VerifyCurve
@@ -95,3 +103,42 @@ def _whole(text: str, option: str) -> int:
     if not text.isdecimal():
         raise ForerunError(f"{option}: {text!r} is not a number of tokens: write n:cost")
     return int(text)
+
+
+@click.command("profile")
+@click.argument("bundle", type=PATH)
+@click.option("--prompts", type=PATH, help="JSON lines; default: the bundle's own prompts.")
+@click.option("--limit", type=click.IntRange(1), default=8, show_default=True, help="Prompts.")
+@click.option("--max-new-tokens", type=click.IntRange(2), default=64, show_default=True)
+@sampling_options
+@NODES
+@THREADS
+@JSON_FILE
+def profile_command(
+    bundle: Path,
+    prompts: Path | None,
+    limit: int,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    nodes: int | None,
+    threads: int | None,
+    output: Path | None,
+) -> None:
+    """Says where a step's time goes, and what becomes of the speedup that acceptance promises."""
+    from forerun.progress import progress
+    from forerun.runtime.model import load
+    from forerun.runtime.profile import ProfileConfig, profile
+    from forerun.runtime.profile_table import table
+    from forerun.runtime.prompts import read_prompts
+    from forerun.runtime.sampling import SamplingParams
+
+    params = SamplingParams(temperature, top_k, top_p, seed)
+    model = load(bundle, threads)
+    read = read_prompts(prompts or model.bundle.file("prompts.jsonl"), limit)
+    config = ProfileConfig(model.tree_size(nodes=nodes), max_new_tokens, params, threads)
+    with progress("Profiling", total=len(read)) as advance:
+        report = profile(model, read, config, advance)
+    show_report(report, table(report), output)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -107,7 +108,7 @@ def tree_tokens(acceptance: Sequence[float]) -> float:
     for depth, chance in enumerate(acceptance, start=1):
         if not 0 <= chance <= 1:
             raise ForerunError(f"acceptance to depth {depth} is {chance}: give shares from 0 to 1")
-    if any(deep > above for above, deep in zip(acceptance, acceptance[1:], strict=False)):
+    if any(deep > above for above, deep in pairwise(acceptance)):
         raise ForerunError(
             "acceptance rises with depth: give the share of steps accepted at least that deep"
         )

@@ -162,7 +162,7 @@ def test_at_the_break_even_alpha_the_speedup_is_one(gamma: int, c: float, cost: 
 def test_the_best_gamma_is_the_best_by_trying_them_all(
     alpha: float, c: float, costs: list[float]
 ) -> None:
-    points = {1: 1.0, **{n: cost for n, cost in enumerate(costs, start=2)}}
+    points = {1: 1.0, **dict(enumerate(costs, start=2))}
     best = best_chain(alpha, c, VerifyCurve.of(points))
     rates = {0: 1.0}
     for gamma in range(1, len(costs) + 1):

@@ -1,0 +1,185 @@
+"""Where a step's time goes, and what became of the ideal speedup.
+
+Each prompt is answered four times: plainly and speculatively as `forerun bench` does, and both ways
+again on an engine with its own profiler on. The clock of the first two says what a step takes; the
+profiler says how that is shared out. Timing a node costs about as much for every node: that price
+is found from plain decoding, whose parts are made to sum up to its clock, and is taken off the
+speculative step's. What its parts then miss of its own clock is shown as unexplained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from operator import add
+from typing import Any
+
+from forerun.errors import ForerunError
+from forerun.runtime.bench import Pair, bundle_facts, categories, costs, machine, summary, versions
+from forerun.runtime.chat import encode_prompt
+from forerun.runtime.engine import GREEDY
+from forerun.runtime.loop import Stats
+from forerun.runtime.model import Completion, Model
+from forerun.runtime.parts import OTHER, PARTS
+from forerun.runtime.positions import acceptance_by_position
+from forerun.runtime.profilers import PREFILL, STEP, Timed, load_profiled
+from forerun.runtime.prompts import Prompt
+from forerun.runtime.sampling import SamplingParams
+from forerun.runtime.waterfall import HOST, UNEXPLAINED, WAITING, Side, unexplained, waterfall
+
+SHORT_CONTEXT = "32"
+"""Tokens committed where `launch_ms` measures."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """What is profiled."""
+
+    nodes: int
+    """Size of the draft tree; more than 1."""
+    max_new_tokens: int = 64
+    params: SamplingParams = GREEDY
+    threads: int | None = None
+
+
+@dataclass
+class Profile:
+    """What was found so far: answers, and their launches timed, by kind of decoding."""
+
+    pairs: list[Pair] = field(default_factory=list)
+    timed: dict[tuple[bool, str], Timed] = field(default_factory=dict)
+    """By (plain?, `PREFILL` or `STEP`)."""
+
+    def of(self, plain: bool, kind: str = STEP) -> Timed:
+        """The launches of that kind."""
+        return self.timed.setdefault((plain, kind), Timed())
+
+    def stats(self, plain: bool) -> Stats:
+        """Of all answers given that way."""
+        sides = (pair.plain if plain else pair.speculative for pair in self.pairs)
+        return reduce(add, (side.stats for side in sides), Stats())
+
+
+def profile(
+    model: Model,
+    prompts: Sequence[Prompt],
+    config: ProfileConfig,
+    advance: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """The report that `forerun profile --json` writes; `advance` is called after each prompt.
+
+    Raises ForerunError where the bundle drafts nothing, or no prompt fits its context.
+    """
+    if config.nodes < 2:
+        raise ForerunError(
+            f"{model.bundle.path}: it only decodes plainly: compile it with a drafter to profile"
+        )
+    encoded = [(prompt, encode_prompt(model.bundle, prompt.content)) for prompt in prompts]
+    fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) < model.engine.context]
+    if not fitting:
+        raise ForerunError(
+            f"no prompt is shorter than this bundle's context of {model.engine.context} tokens: "
+            "compile with a larger --capacity"
+        )
+    found = Profile()
+    _answer(model, fitting[0][1], config, plain=False)  # the first run pays for the set-up
+    for prompt, ids in fitting:
+        plain, speculative = (_answer(model, ids, config, way) for way in (True, False))
+        found.pairs.append(Pair(prompt.category, plain, speculative))
+        _time(model, ids, config, found)
+        advance()
+    return {
+        **_report(found),
+        "skipped": len(prompts) - len(fitting),
+        **_costs(model, config.nodes),
+        "nodes": config.nodes,
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.params.temperature,
+        "threads": config.threads,
+        "bundle": bundle_facts(model.bundle),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def _answer(model: Model, ids: Sequence[int], config: ProfileConfig, plain: bool) -> Completion:
+    nodes = 1 if plain else config.nodes
+    return model.stream_ids(ids, config.max_new_tokens, config.params, nodes).completion
+
+
+def _time(model: Model, ids: Sequence[int], config: ProfileConfig, found: Profile) -> None:
+    """Answer both ways on engines with the profiler on, and add up their launches."""
+    for plain in (True, False):
+        # An engine of its own: profilers keep a bounded number of events, and end only once.
+        engine = load_profiled(model.bundle, config.threads)
+        if engine is None:
+            return
+        _answer(Model(model.bundle, engine), ids, config, plain)
+        for kind, launch in engine.timed():
+            found.of(plain, kind).add(launch)
+
+
+def _report(found: Profile) -> dict[str, Any]:
+    """What the profile says, without what was profiled."""
+    plain, speculative = found.stats(plain=True), found.stats(plain=False)
+    if not plain.steps or not speculative.steps:
+        raise ForerunError("every answer ends at its first token: give other prompts")
+    price = found.of(True).price(1e3 * plain.engine_seconds / plain.steps)
+    sides = {way: _side(found, way, price) for way in (True, False)}
+    levels = waterfall(sides[True], sides[False])
+    timed = found.of(False).parts(price)
+    whole = sum(timed.values())
+    return {
+        **summary(found.pairs),
+        "waterfall": [asdict(level) for level in levels],
+        "unexplained": unexplained(levels),
+        "parts": _parts(sides[False]),
+        "plain_parts": _parts(sides[True]),
+        "latency": _latency(speculative, len(found.pairs)),
+        "prefill_parts": found.of(False, PREFILL).parts(price) if timed else {},
+        "acceptance_by_position": acceptance_by_position(
+            pair.speculative.stats.trace for pair in found.pairs
+        ),
+        "categories": categories(found.pairs),
+        "profiler": {
+            "launches": found.of(False).launches,
+            "ms_a_node": price,
+            "unattributed": timed.get(OTHER, 0.0) / whole if whole else 1.0,
+        },
+    }
+
+
+def _side(found: Profile, plain: bool, price: float) -> Side:
+    """One way of decoding: its clock, and its parts by the profiler and the host's clock."""
+    stats = found.stats(plain)
+    committed = stats.tau * stats.steps
+    host = 1e3 * (stats.wall_seconds - stats.engine_seconds) / stats.steps
+    return Side(
+        1e3 * stats.wall_seconds / stats.steps,
+        {**found.of(plain).parts(price), HOST: host, WAITING: 0.0},
+        stats.tau,
+        stats.tokens / committed,
+    )
+
+
+def _parts(side: Side) -> dict[str, float]:
+    """Milliseconds a step, all parts: they sum up to the step's."""
+    names = (*PARTS, OTHER, HOST, WAITING)
+    known = {name: side.parts.get(name, 0.0) for name in names}
+    return {**known, UNEXPLAINED: side.step - sum(known.values())}
+
+
+def _latency(stats: Stats, answers: int) -> dict[str, float | None]:
+    """Milliseconds an answer: what is on the way, the host's, the prefill's and decoding's."""
+    return {
+        "network": None,  # where it is served
+        "host": 1e3 * (stats.wall_seconds - stats.engine_seconds) / answers,
+        "prefill": 1e3 * stats.prefill_seconds / answers,
+        "decode": 1e3 * stats.engine_seconds / answers,
+    }
+
+
+def _costs(model: Model, nodes: int) -> dict[str, Any]:
+    found = costs(model, nodes)
+    return {**found, "verify_curve": {SHORT_CONTEXT: found["verify_cost"]}}
