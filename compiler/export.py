@@ -332,6 +332,6 @@ def export_step(
     store_low_bits(model.graph)
     name_axes(model.graph, facts)
     RemoveUnusedNodesPass()(model)
-    name_parts(model.graph, step.target.config.num_layers)
+    name_parts(model, step.target.config.num_layers)
     save_graph(model, path)
     return facts

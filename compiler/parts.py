@@ -8,6 +8,7 @@ nothing that the exporter says of its nodes.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import onnx_ir as ir
 
@@ -19,8 +20,12 @@ CHOSEN = ("emitted", "count", "next_length")
 KEPT = ("next_pending",)
 
 
-def name_parts(graph: ir.Graph, layers: int) -> None:
-    """Prefix the nodes of a step's graph, the target's `layers` deep, and those inside them."""
+def name_parts(model: ir.Model, layers: int) -> None:
+    """Prefix the nodes of a step's graph, the target's `layers` deep, and those inside them.
+
+    A function's nodes are of the part that calls it first.
+    """
+    graph = model.graph
     outputs = {value.name: value for value in graph.outputs}
     caches = cache_names(layers, "new_")
     found: dict[ir.Node, str] = {}
@@ -33,8 +38,9 @@ def name_parts(graph: ir.Graph, layers: int) -> None:
         (DRAFT, tuple(outputs)),
     ):
         _claim(found, part, _needed(outputs[name] for name in names))
+    functions = dict(model.functions)
     for node in graph:
-        _rename(node, found[node])
+        _rename(node, found[node], functions)
 
 
 def _claim(found: dict[ir.Node, str], part: str, nodes: Iterable[ir.Node | None]) -> None:
@@ -70,7 +76,9 @@ def _inside(node: ir.Node) -> Iterable[ir.Node]:
             yield from attribute.as_graph()
 
 
-def _rename(node: ir.Node, part: str) -> None:
+def _rename(node: ir.Node, part: str, functions: dict[Any, ir.Function]) -> None:
+    """Name it and what is in it; functions that it calls are taken out of `functions`."""
     node.name = named(part, node.name or node.op_type)
-    for inner in _inside(node):
-        _rename(inner, part)
+    called = functions.pop(node.op_identifier(), ())
+    for inner in (*_inside(node), *called):
+        _rename(inner, part, functions)

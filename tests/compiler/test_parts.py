@@ -102,3 +102,24 @@ def test_plain_bundles_have_no_drafter(make_bundle: Callable[..., Path], tmp_pat
     draft = [node for node in graph if part_of(node.name) == DRAFT]
     assert all(part_of(node.name) != OTHER for node in all_nodes(graph))
     assert not any(node.op_type in ("MatMul", "If") for node in draft)
+
+
+def test_nodes_of_functions_are_of_the_part_that_calls_them(
+    tiny_target: tuple[Any, dict[str, Any]], tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    from forerun.compiler.export import export_step
+    from forerun.models.ngram import NGram
+    from forerun.models.step import Step
+    from forerun.models.target import Target
+
+    config, weights = tiny_target
+    step = Step(Target(config, weights, 256), NGram(7, 4, 1), 8)
+    step.branching = False  # as for TensorRT
+    export_step(step, tmp_path / "model.onnx", {"slots": 256}, loops=False)
+    model = ir.load(tmp_path / "model.onnx")
+    assert {part_of(node.name) for node in all_nodes(model.graph)} == set(PARTS)
+    expected = {"ChooseTokens": ACCEPT, "AcceptPath": ACCEPT, "CommitRows": COMMIT}
+    called = {name: function for (_, name, _), function in model.functions.items()}
+    for name, part in expected.items():
+        assert {part_of(node.name) for node in called[name]} == {part}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +51,7 @@ def test_the_losses_add_up_to_what_was_measured(plain: Side, speculative: Side) 
     assert levels[-1].ms == pytest.approx(speculative.token)
     assert levels[-1].speedup == pytest.approx(plain.token / speculative.token)
     assert levels[0].speedup == pytest.approx(speculative.tau)
-    steps = [b.ms - a.ms for a, b in zip(levels, levels[1:], strict=False)]
+    steps = [b.ms - a.ms for a, b in pairwise(levels)]
     assert levels[0].ms + sum(steps) == pytest.approx(levels[-1].ms)
     for (_, parts), change in zip(LOSSES, steps, strict=False):
         extra = sum(speculative.parts[part] - plain.parts[part] for part in parts)
