@@ -73,24 +73,11 @@ def bench(
     Prompts that don't fit the bundle's context are left out and counted as `skipped`. Raises
     ForerunError where none is left.
     """
-    encoded = [(prompt, encode_prompt(model.bundle, prompt.content)) for prompt in prompts]
-    fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) < model.engine.context]
-    if not fitting:
-        raise ForerunError(
-            f"no prompt is shorter than this bundle's context of {model.engine.context} tokens: "
-            "compile with a larger --capacity"
-        )
-    for nodes in (1, config.nodes):  # the first run of anything pays for its set-up
-        model.stream_ids(fitting[0][1], min(16, config.max_new_tokens), nodes=nodes).completion  # noqa: B018
+    fitting = fitting_prompts(model, prompts)
+    warm_up(model, fitting[0][1], config)
     pairs = []
     for number, (prompt, ids) in enumerate(fitting):
-        runs: dict[bool, Completion] = {}
-        # Who goes first alternates: a machine that slows down or speeds up favours neither.
-        for plain in (True, False) if number % 2 == 0 else (False, True):
-            nodes = 1 if plain else config.nodes
-            stream = model.stream_ids(ids, config.max_new_tokens, config.params, nodes)
-            runs[plain] = stream.completion
-        pairs.append(Pair(prompt.category, runs[True], runs[False]))
+        pairs.append(answer_both_ways(model, prompt, ids, config, plain_first=number % 2 == 0))
         advance()
     return {
         **summary(pairs),
@@ -105,6 +92,39 @@ def bench(
         "machine": machine(),
         "versions": versions(),
     }
+
+
+def fitting_prompts(model: Model, prompts: Sequence[Prompt]) -> list[tuple[Prompt, list[int]]]:
+    """The prompts that the model's context holds, with their ids; ForerunError where none is."""
+    encoded = [(prompt, encode_prompt(model.bundle, prompt.content)) for prompt in prompts]
+    fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) < model.engine.context]
+    if not fitting:
+        raise ForerunError(
+            f"no prompt is shorter than this bundle's context of {model.engine.context} tokens: "
+            "compile with a larger --capacity"
+        )
+    return fitting
+
+
+def warm_up(model: Model, ids: Sequence[int], config: BenchConfig) -> None:
+    """The first run of anything pays for its set-up."""
+    for nodes in (1, config.nodes):
+        model.stream_ids(ids, min(16, config.max_new_tokens), nodes=nodes).completion  # noqa: B018
+
+
+def answer_both_ways(
+    model: Model, prompt: Prompt, ids: Sequence[int], config: BenchConfig, plain_first: bool
+) -> Pair:
+    """One prompt's pair.
+
+    Who goes first should alternate: a machine that slows down or speeds up favours neither then.
+    """
+    runs: dict[bool, Completion] = {}
+    for plain in (plain_first, not plain_first):
+        nodes = 1 if plain else config.nodes
+        stream = model.stream_ids(ids, config.max_new_tokens, config.params, nodes)
+        runs[plain] = stream.completion
+    return Pair(prompt.category, runs[True], runs[False])
 
 
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:

@@ -129,8 +129,9 @@ def profile_command(
 ) -> None:
     """Says where a step's time goes, and what becomes of the speedup that acceptance promises."""
     from forerun.progress import progress
+    from forerun.runtime.bench import BenchConfig
     from forerun.runtime.model import load
-    from forerun.runtime.profile import ProfileConfig, profile
+    from forerun.runtime.profile import profile
     from forerun.runtime.profile_table import table
     from forerun.runtime.prompts import read_prompts
     from forerun.runtime.sampling import SamplingParams
@@ -138,7 +139,7 @@ def profile_command(
     params = SamplingParams(temperature, top_k, top_p, seed)
     model = load(bundle, threads)
     read = read_prompts(prompts or model.bundle.file("prompts.jsonl"), limit)
-    config = ProfileConfig(model.tree_size(nodes=nodes), max_new_tokens, params, threads)
+    config = BenchConfig(model.tree_size(nodes=nodes), max_new_tokens, params, threads)
     with progress("Profiling", total=len(read)) as advance:
         report = profile(model, read, config, advance)
     show_report(report, table(report), output)

@@ -16,31 +16,29 @@ from operator import add
 from typing import Any
 
 from forerun.errors import ForerunError
-from forerun.runtime.bench import Pair, bundle_facts, categories, costs, machine, summary, versions
-from forerun.runtime.chat import encode_prompt
-from forerun.runtime.engine import GREEDY
+from forerun.runtime.bench import (
+    BenchConfig,
+    Pair,
+    answer_both_ways,
+    bundle_facts,
+    categories,
+    costs,
+    fitting_prompts,
+    machine,
+    summary,
+    versions,
+    warm_up,
+)
 from forerun.runtime.loop import Stats
-from forerun.runtime.model import Completion, Model
+from forerun.runtime.model import Model
 from forerun.runtime.parts import OTHER, PARTS
 from forerun.runtime.positions import acceptance_by_position
 from forerun.runtime.profilers import PREFILL, STEP, Timed, load_profiled
 from forerun.runtime.prompts import Prompt
-from forerun.runtime.sampling import SamplingParams
 from forerun.runtime.waterfall import HOST, UNEXPLAINED, WAITING, Side, unexplained, waterfall
 
 SHORT_CONTEXT = "32"
 """Tokens committed where `launch_ms` measures."""
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    """What is profiled."""
-
-    nodes: int
-    """Size of the draft tree; more than 1."""
-    max_new_tokens: int = 64
-    params: SamplingParams = GREEDY
-    threads: int | None = None
 
 
 @dataclass
@@ -64,7 +62,7 @@ class Profile:
 def profile(
     model: Model,
     prompts: Sequence[Prompt],
-    config: ProfileConfig,
+    config: BenchConfig,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """The report that `forerun profile --json` writes; `advance` is called after each prompt.
@@ -75,18 +73,12 @@ def profile(
         raise ForerunError(
             f"{model.bundle.path}: it only decodes plainly: compile it with a drafter to profile"
         )
-    encoded = [(prompt, encode_prompt(model.bundle, prompt.content)) for prompt in prompts]
-    fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) < model.engine.context]
-    if not fitting:
-        raise ForerunError(
-            f"no prompt is shorter than this bundle's context of {model.engine.context} tokens: "
-            "compile with a larger --capacity"
-        )
+    fitting = fitting_prompts(model, prompts)
     found = Profile()
-    _answer(model, fitting[0][1], config, plain=False)  # the first run pays for the set-up
-    for prompt, ids in fitting:
-        plain, speculative = (_answer(model, ids, config, way) for way in (True, False))
-        found.pairs.append(Pair(prompt.category, plain, speculative))
+    warm_up(model, fitting[0][1], config)
+    for number, (prompt, ids) in enumerate(fitting):
+        plain_first = number % 2 == 0
+        found.pairs.append(answer_both_ways(model, prompt, ids, config, plain_first))
         _time(model, ids, config, found)
         advance()
     return {
@@ -103,19 +95,16 @@ def profile(
     }
 
 
-def _answer(model: Model, ids: Sequence[int], config: ProfileConfig, plain: bool) -> Completion:
-    nodes = 1 if plain else config.nodes
-    return model.stream_ids(ids, config.max_new_tokens, config.params, nodes).completion
-
-
-def _time(model: Model, ids: Sequence[int], config: ProfileConfig, found: Profile) -> None:
+def _time(model: Model, ids: Sequence[int], config: BenchConfig, found: Profile) -> None:
     """Answer both ways on engines with the profiler on, and add up their launches."""
     for plain in (True, False):
         # An engine of its own: profilers keep a bounded number of events, and end only once.
-        engine = load_profiled(model.bundle, config.threads)
+        engine = load_profiled(model.bundle, model.engine, config.threads)
         if engine is None:
             return
-        _answer(Model(model.bundle, engine), ids, config, plain)
+        nodes = 1 if plain else config.nodes
+        profiled = Model(model.bundle, engine)
+        profiled.stream_ids(ids, config.max_new_tokens, config.params, nodes).completion  # noqa: B018
         for kind, launch in engine.timed():
             found.of(plain, kind).add(launch)
 

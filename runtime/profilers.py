@@ -104,14 +104,17 @@ PROFILERS: dict[str, str] = {
     "tensorrt": "forerun.runtime.profile_tensorrt:ProfiledTensorRt",
     "tensorrt-rtx": "forerun.runtime.profile_tensorrt:ProfiledTensorRt",
 }
-"""Engine kind -> the engine with its profiler on. Others have none that goes node by node."""
+"""Engine kind -> the engine with its profiler on."""
 
 
-def load_profiled(bundle: Bundle, threads: int | None = None) -> Profiled | None:
-    """The engine of `bundle` with its own profiler on, for one request; None where it has none."""
-    where = PROFILERS.get(bundle.manifest.engine.kind)
-    if where is None:
+def load_profiled(bundle: Bundle, like: Engine, threads: int | None = None) -> Profiled | None:
+    """An engine as `like` with its own profiler on, for one request of `bundle`.
+
+    None where there is none that goes node by node.
+    """
+    module, _, name = PROFILERS.get(bundle.manifest.engine.kind, "").partition(":")
+    kind = getattr(importlib.import_module(module), name) if module else None
+    if kind is None or not issubclass(kind, type(like)):
         return None
-    module, _, name = where.partition(":")
-    engine: Profiled = getattr(importlib.import_module(module), name)(bundle, threads, 1)
+    engine: Profiled = kind(bundle, threads, 1)
     return engine

@@ -11,10 +11,13 @@ from click.testing import CliRunner, Result
 
 from forerun.cli import main
 from forerun.errors import ForerunError
+from forerun.runtime import profilers
+from forerun.runtime.bench import BenchConfig
 from forerun.runtime.bundle import load_bundle
+from forerun.runtime.engine import load_engine
 from forerun.runtime.model import Model, load
 from forerun.runtime.parts import OTHER, PARTS
-from forerun.runtime.profile import ProfileConfig, profile
+from forerun.runtime.profile import profile
 from forerun.runtime.profile_ort import ProfiledOrt, _innermost, _launches
 from forerun.runtime.profilers import PREFILL, STEP, load_profiled
 from forerun.runtime.prompts import Prompt, read_prompts
@@ -29,7 +32,7 @@ def run(*arguments: object) -> Result:
 def report(tiny_combined_bundle: Path) -> dict[str, Any]:
     model = load(tiny_combined_bundle, threads=1)
     prompts = read_prompts(tiny_combined_bundle / "prompts.jsonl", 4)
-    return profile(model, [*prompts, Prompt(None, "x" * 999, None)], ProfileConfig(10, 24))
+    return profile(model, [*prompts, Prompt(None, "x" * 999, None)], BenchConfig(10, 24))
 
 
 def test_parts_sum_up_to_the_step(report: dict[str, Any]) -> None:
@@ -77,7 +80,7 @@ def test_nodes_that_onnx_runtime_ran_have_a_part(
     bundle: str, request: pytest.FixtureRequest
 ) -> None:
     opened = load_bundle(request.getfixturevalue(bundle))
-    engine = load_profiled(opened, threads=1)
+    engine = load_profiled(opened, load_engine(opened), threads=1)
     assert isinstance(engine, ProfiledOrt)
     nodes = int(opened.manifest.default_tree)
     stream = Model(opened, engine).stream("abab abab" * 4, 20, nodes=nodes)
@@ -95,10 +98,11 @@ def test_nodes_that_onnx_runtime_ran_have_a_part(
 
 def test_an_answer_on_a_profiled_engine_is_the_same(tiny_bundle: Path) -> None:
     opened = load_bundle(tiny_bundle)
-    engine = load_profiled(opened)
+    model = load(tiny_bundle)
+    engine = load_profiled(opened, model.engine)
     assert engine is not None
     found = Model(opened, engine).generate("abab", 16)
-    assert found.token_ids == load(tiny_bundle).generate("abab", 16).token_ids
+    assert found.token_ids == model.generate("abab", 16).token_ids
     assert found.stats.trace and sum(found.stats.trace) >= 15
     engine.timed()
 
@@ -144,8 +148,16 @@ def test_the_command(tiny_bundle: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_profiled(tiny_bundle: Path) -> None:
     model = load(tiny_bundle)
     with pytest.raises(ForerunError, match="it only decodes plainly"):
-        profile(model, [Prompt(None, "a", None)], ProfileConfig(1))
+        profile(model, [Prompt(None, "a", None)], BenchConfig(1))
     with pytest.raises(ForerunError, match="no prompt is shorter"):
-        profile(model, [Prompt(None, "x" * 999, None)], ProfileConfig(8))
+        profile(model, [Prompt(None, "x" * 999, None)], BenchConfig(8))
     result = run("profile", tiny_bundle, "--nodes", 5)
     assert result.exit_code == 1 and "no tree of 5 nodes" in result.stderr
+
+
+def test_an_engine_without_a_profiler(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profilers, "PROFILERS", {})
+    report = profile(load(tiny_bundle), [Prompt(None, "abab", None)], BenchConfig(8, 12))
+    known = {name for name, ms in report["parts"].items() if ms}
+    assert known == {"host", UNEXPLAINED} and report["profiler"]["unattributed"] == 1
+    assert sum(report["parts"].values()) == pytest.approx(report["speculative"]["step_ms"])
