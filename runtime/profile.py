@@ -1,10 +1,10 @@
 """Where a step's time goes, and what became of the ideal speedup.
 
 Each prompt is answered four times: plainly and speculatively as `forerun bench` does, and both ways
-again on an engine with its own profiler on. The clock of the first two says what a step takes; the
-profiler says how that is shared out. Timing a node costs about as much for every node: that price
-is found from plain decoding, whose parts are made to sum up to its clock, and is taken off the
-speculative step's. What its parts then miss of its own clock is shown as unexplained.
+again on an engine that times each node of a step. The clock of the first two says what a step
+takes; the others say how that is shared out. Timing a node costs something: that price is found
+from plain decoding, whose parts are made to sum up to its clock, and is taken off the speculative
+step's. What its parts then miss of its own clock is shown as unexplained.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _time(model: Model, ids: Sequence[int], config: BenchConfig, found: Profile)
         nodes = 1 if plain else config.nodes
         profiled = Model(model.bundle, engine)
         profiled.stream_ids(ids, config.max_new_tokens, config.params, nodes).completion  # noqa: B018
-        for kind, launch in engine.timed():
-            found.of(plain, kind).add(launch)
+        for kind, timed in engine.timed().items():
+            found.of(plain, kind).join(timed)
 
 
 def _report(found: Profile) -> dict[str, Any]:
@@ -114,11 +114,10 @@ def _report(found: Profile) -> dict[str, Any]:
     plain, speculative = found.stats(plain=True), found.stats(plain=False)
     if not plain.steps or not speculative.steps:
         raise ForerunError("every answer ends at its first token: give other prompts")
-    price = found.of(True).price(1e3 * plain.engine_seconds / plain.steps)
+    price = found.of(True).price
     sides = {way: _side(found, way, price) for way in (True, False)}
     levels = waterfall(sides[True], sides[False])
-    timed = found.of(False).parts(price)
-    whole = sum(timed.values())
+    shares = found.of(False).shares(price)
     return {
         **summary(found.pairs),
         "waterfall": [asdict(level) for level in levels],
@@ -126,7 +125,7 @@ def _report(found: Profile) -> dict[str, Any]:
         "parts": _parts(sides[False]),
         "plain_parts": _parts(sides[True]),
         "latency": _latency(speculative, len(found.pairs)),
-        "prefill_parts": found.of(False, PREFILL).parts(price) if timed else {},
+        "prefill_shares": found.of(False, PREFILL).shares(price),
         "acceptance_by_position": acceptance_by_position(
             pair.speculative.stats.trace for pair in found.pairs
         ),
@@ -134,19 +133,24 @@ def _report(found: Profile) -> dict[str, Any]:
         "profiler": {
             "launches": found.of(False).launches,
             "ms_a_node": price,
-            "unattributed": timed.get(OTHER, 0.0) / whole if whole else 1.0,
+            "unattributed": shares.get(OTHER, 0.0) if shares else 1.0,
         },
     }
 
 
 def _side(found: Profile, plain: bool, price: float) -> Side:
-    """One way of decoding: its clock, and its parts by the profiler and the host's clock."""
+    """One way of decoding: its clock, and the parts that it is made of.
+
+    The profiler says what shares of the engine's time they have: a machine that was slower while
+    it timed changes nothing.
+    """
     stats = found.stats(plain)
     committed = stats.tau * stats.steps
-    host = 1e3 * (stats.wall_seconds - stats.engine_seconds) / stats.steps
+    engine, wall = (1e3 * s / stats.steps for s in (stats.engine_seconds, stats.wall_seconds))
+    shares = found.of(plain).shares(price)
     return Side(
-        1e3 * stats.wall_seconds / stats.steps,
-        {**found.of(plain).parts(price), HOST: host, WAITING: 0.0},
+        wall,
+        {**{part: engine * n for part, n in shares.items()}, HOST: wall - engine, WAITING: 0.0},
         stats.tau,
         stats.tokens / committed,
     )

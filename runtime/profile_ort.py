@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from forerun.runtime.bundle import Bundle
-from forerun.runtime.engine_ort import OrtEngine
-from forerun.runtime.profilers import Labelled, Launch
+from forerun.runtime.engine_ort import OrtEngine, bind, open_session, session_options
+from forerun.runtime.engine_step import Named
+from forerun.runtime.profilers import Labelled, Node, Timed
 
 LAUNCH = "model_run"
 """The event that ends a launch's."""
@@ -19,28 +21,41 @@ Event = dict[str, Any]
 
 
 class ProfiledOrt(Labelled, OrtEngine):
-    """`OrtEngine` with the profiler on.
+    """`OrtEngine` that launches each step twice: on its own session, by the clock, and at once
+    again on one whose profiler is on. A step that is launched again does the same to its buffers.
 
-    It keeps a million events, some hundred steps: what comes after them is not timed.
+    The profiler keeps a million events, some hundred steps: what comes after them is not timed.
     """
 
     def __init__(self, bundle: Bundle, threads: int | None = None, rows: int = 1) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="forerun-profile-")
+        self.clocks: list[float] = []
+        self.watched = open_session(bundle, self._watching(threads))
         super().__init__(bundle, threads, rows)
 
-    def timed(self) -> list[tuple[str, Launch]]:
+    def timed(self) -> dict[str, Timed]:
         """As `Profiled` says."""
-        path = Path(self.session.end_profiling())
+        path = Path(self.watched.end_profiling())
         with path.open(encoding="utf-8") as stream:
-            launches = [Launch.of(_innermost(nodes)) for nodes in _launches(_events(stream))]
+            nodes = (list(_innermost(events)) for events in _launches(_events(stream)))
+            found = self._sorted(zip(self.clocks, nodes, strict=False))
         self.folder.cleanup()
-        return list(zip(self.labels, launches, strict=False))
+        return found
 
-    def _options(self, threads: int | None) -> Any:
-        options = super()._options(threads)
+    def _bind(self, inputs: Named, outputs: Named, nodes: int, again: bool) -> Any:
+        return [bind(session, inputs, outputs) for session in (self.session, self.watched)]
+
+    def _launch(self, bound: Any) -> None:
+        start = time.perf_counter()
+        super()._launch(bound[0])
+        self.clocks.append(1e3 * (time.perf_counter() - start))
+        self.watched.run_with_iobinding(bound[1][0])
+
+    def _watching(self, threads: int | None) -> Any:
+        options = session_options(threads)
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(self.folder.name) / "events")
-        # Threads that wait for work would take time from the engine that is measured in turns.
+        # Threads that wait for work would take time from the other session.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         return options
 
@@ -58,14 +73,14 @@ def _launches(events: Iterable[Event]) -> Iterator[list[Event]]:
     nodes: list[Event] = []
     for event in events:
         if event["cat"] == "Node":
-            nodes.append({key: event[key] for key in ("name", "ts", "dur")})
+            nodes.append({key: event[key] for key in ("name", "ts", "dur", "args")})
         elif event["name"] == LAUNCH:
             yield nodes
             nodes = []
 
 
-def _innermost(events: list[Event]) -> Iterator[tuple[str, float]]:
-    """Name and milliseconds of each node that runs no others inside it.
+def _innermost(events: list[Event]) -> Iterator[Node]:
+    """The nodes that run no others inside them.
 
     A branch or a loop is timed as a whole, and what it runs once more by itself; the difference is
     mostly the profiler's own work between the inner nodes.
@@ -73,4 +88,4 @@ def _innermost(events: list[Event]) -> Iterator[tuple[str, float]]:
     events.sort(key=lambda event: (event["ts"], -event["dur"]))
     for event, following in zip_longest(events, events[1:]):
         if following is None or following["ts"] >= event["ts"] + event["dur"] or not event["dur"]:
-            yield event["name"], event["dur"] / 1e3
+            yield Node(event["name"], event["dur"] / 1e3)

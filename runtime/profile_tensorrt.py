@@ -11,7 +11,7 @@ from typing import Any
 
 from forerun.runtime.bundle import Bundle
 from forerun.runtime.engine_tensorrt import Bound, TensorRtEngine
-from forerun.runtime.profilers import Labelled, Launch
+from forerun.runtime.profilers import Labelled, Node, Timed
 
 
 class ProfiledTensorRt(Labelled, TensorRtEngine):
@@ -22,10 +22,12 @@ class ProfiledTensorRt(Labelled, TensorRtEngine):
         super().__init__(bundle, threads, rows)
         self.nodes_of = self._nodes_of()
 
-    def timed(self) -> list[tuple[str, Launch]]:
-        """As `Profiled` says."""
-        named = ([(self.nodes_of.get(n, n), ms) for n, ms in launch] for launch in self.layers)
-        return list(zip(self.labels, map(Launch.of, named), strict=True))
+    def timed(self) -> dict[str, Timed]:
+        """As `Profiled` says. Layers are timed on the device, which costs them nothing."""
+        return self._sorted(
+            (sum(ms for _, ms in layers), [Node(self.nodes_of.get(n, n), ms) for n, ms in layers])
+            for layers in self.layers
+        )
 
     def _launch(self, bound: Bound) -> None:
         self.layers.append([])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from abc import abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,60 +16,62 @@ PREFILL, STEP = "prefill", "step"
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What one launch took, by part: its nodes' milliseconds, and how many nodes those were."""
+class Node:
+    """One node's time in one launch."""
 
-    ms: Mapping[str, float]
-    nodes: Mapping[str, int]
-
-    @classmethod
-    def of(cls, nodes: Iterable[tuple[str, float]]) -> Launch:
-        """From (name, milliseconds) of each node."""
-        ms: Counter[str] = Counter()
-        count: Counter[str] = Counter()
-        for name, spent in nodes:
-            part = part_of(name)
-            ms[part] += spent  # type: ignore[assignment]
-            count[part] += 1
-        return cls(dict(ms), dict(count))
+    name: str
+    ms: float
+    weight: float = 1.0
+    """What timing it costs, relative to other nodes."""
 
 
 @dataclass
 class Timed:
-    """The launches of one kind, added up."""
+    """Launches of one kind, added up."""
 
     launches: int = 0
-    ms: dict[str, float] = field(default_factory=dict)
-    nodes: dict[str, int] = field(default_factory=dict)
+    clock: float = 0.0
+    """Milliseconds that the same launches take when no node is timed."""
+    ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Milliseconds of the nodes by part, each of them timed."""
+    weight: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    def add(self, launch: Launch) -> None:
+    def add(self, clock: float, nodes: Iterable[Node]) -> None:
         """One launch more."""
         self.launches += 1
-        for part, ms in launch.ms.items():
-            self.ms[part] = self.ms.get(part, 0.0) + ms
-            self.nodes[part] = self.nodes.get(part, 0) + launch.nodes[part]
+        self.clock += clock
+        for node in nodes:
+            part = part_of(node.name)
+            self.ms[part] += node.ms
+            self.weight[part] += node.weight
 
-    def price(self, engine_ms: float) -> float:
-        """What timing a node costs, in milliseconds, where a launch takes `engine_ms` untimed.
+    def join(self, other: Timed) -> None:
+        """Those launches too."""
+        self.launches += other.launches
+        self.clock += other.clock
+        for part, ms in other.ms.items():
+            self.ms[part] += ms
+            self.weight[part] += other.weight[part]
 
-        A profiler lengthens what it measures by about the same for each node, which is more than
-        a small node itself takes.
+    @property
+    def price(self) -> float:
+        """What timing a node of weight 1 costs, in milliseconds.
+
+        A profiler lengthens what it measures, by more than a small node itself takes.
         """
-        count = sum(self.nodes.values())
-        return (sum(self.ms.values()) - engine_ms * self.launches) / count if count else 0.0
+        weight = sum(self.weight.values())
+        return (sum(self.ms.values()) - self.clock) / weight if weight else 0.0
 
-    def parts(self, price: float) -> dict[str, float]:
-        """Milliseconds a launch by part, less what timing them cost."""
-        return {
-            part: (ms - price * self.nodes[part]) / self.launches for part, ms in self.ms.items()
-        }
+    def shares(self, price: float) -> dict[str, float]:
+        """Of the clock by part, less what timing them cost: 1 in all where `price` is right."""
+        return {part: (ms - price * self.weight[part]) / self.clock for part, ms in self.ms.items()}
 
 
 class Profiled(Engine, Protocol):
     """An engine whose launches are timed node by node; slower than without."""
 
-    def timed(self) -> list[tuple[str, Launch]]:
-        """End the timing: `PREFILL` or `STEP`, and the times, of each launch so far in order."""
+    def timed(self) -> dict[str, Timed]:
+        """End the timing: all launches so far, by `PREFILL` and `STEP`."""
 
 
 class Labelled:
@@ -94,9 +95,12 @@ class Labelled:
         self.labels.append(self._now)
         super()._launch(bound)  # type: ignore[misc]
 
-    @abstractmethod
-    def timed(self) -> list[tuple[str, Launch]]:
-        """As `Profiled` says."""
+    def _sorted(self, launches: Iterable[tuple[float, Iterable[Node]]]) -> dict[str, Timed]:
+        """(clock, nodes) of each launch, in order, added up by kind."""
+        found: dict[str, Timed] = defaultdict(Timed)
+        for label, launch in zip(self.labels, launches, strict=False):
+            found[label].add(*launch)
+        return found
 
 
 PROFILERS: dict[str, str] = {

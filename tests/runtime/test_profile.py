@@ -85,15 +85,26 @@ def test_nodes_that_onnx_runtime_ran_have_a_part(
     nodes = int(opened.manifest.default_tree)
     stream = Model(opened, engine).stream("abab abab" * 4, 20, nodes=nodes)
     stats = stream.completion.stats
-    launches = engine.timed()
-    assert [label for label, _ in launches] == [PREFILL] * 3 + [STEP] * stats.steps  # chunks of 16
+    timed = engine.timed()
+    assert timed[PREFILL].launches == 3  # chunks of 16
+    assert timed[STEP].launches == stats.steps
     assert not Path(engine.folder.name).exists()
-    for _, launch in launches:
-        assert set(launch.ms) >= set(PARTS) and all(ms >= 0 for ms in launch.ms.values())
+    for kind in timed.values():
+        assert set(kind.ms) >= set(PARTS) and all(ms > 0 for ms in kind.ms.values())
         # What ONNX Runtime put in by itself.
-        assert launch.nodes.get(OTHER, 0) <= 0.01 * sum(launch.nodes.values())
-    drafting = [launch.nodes["draft"] for label, launch in launches if label == STEP]
-    assert min(drafting) > launches[0][1].nodes["draft"]  # the branch's own nodes, not the branch
+        assert kind.weight.get(OTHER, 0) <= 0.01 * sum(kind.weight.values())
+        assert kind.clock > 0
+
+
+def test_the_nodes_of_a_branch_that_is_taken_are_timed(tiny_combined_bundle: Path) -> None:
+    opened = load_bundle(tiny_combined_bundle)
+    counts = {}
+    for nodes in (1, 10):
+        engine = load_profiled(opened, load_engine(opened), threads=1)
+        assert engine is not None
+        stats = Model(opened, engine).stream("abab", 12, nodes=nodes).completion.stats
+        counts[nodes] = engine.timed()[STEP].weight["draft"] / stats.steps
+    assert counts[10] > 2 * counts[1]
 
 
 def test_an_answer_on_a_profiled_engine_is_the_same(tiny_bundle: Path) -> None:
@@ -124,7 +135,7 @@ def test_what_runs_inside_a_branch_is_counted_once() -> None:
         event("verify/cut off", 300, 9),
     ]
     [launch] = _launches(events)
-    assert sorted(_innermost(launch)) == [
+    assert sorted((node.name, node.ms) for node in _innermost(launch)) == [
         ("accept/d", 0.0),
         ("accept/e", 0.005),
         ("draft/b", 0.02),

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forerun.runtime.parts import OTHER
 from forerun.runtime.positions import acceptance_by_position
-from forerun.runtime.profilers import Launch, Timed
+from forerun.runtime.profilers import Node, Timed
 from forerun.runtime.waterfall import LOSSES, MEASURED, UNEXPLAINED, Side, unexplained, waterfall
 
 MS = st.floats(0.01, 100)
@@ -68,17 +69,40 @@ def test_where_all_is_accounted_for_nothing_is_unexplained(side: Side) -> None:
     assert waterfall(plain, plain)[0].speedup == 1
 
 
+def nodes(ms: dict[str, float], count: dict[str, int], price: float) -> list[Node]:
+    """As many nodes of each part, which take so much together, and `price` more each."""
+    return [
+        Node(f"{part}/node_{place}", ms[part] / count[part] + price)
+        for part in ms
+        for place in range(count[part])
+    ]
+
+
 def test_the_price_of_timing_a_node_comes_off_again() -> None:
     true, count, price = {"verify": 15.0, "draft": 2.0}, {"verify": 900, "draft": 100}, 0.008
     plain, speculative = Timed(), Timed()
-    for _ in range(3):
-        plain.add(Launch({part: ms + price * count[part] for part, ms in true.items()}, count))
-    speculative.add(Launch({"verify": 30.0 + 900 * price, "draft": 4.0 + 700 * price},
-                           {"verify": 900, "draft": 700}))  # fmt: skip
-    assert plain.price(engine_ms=17.0) == pytest.approx(price)
-    assert plain.parts(price) == pytest.approx(true)
-    assert speculative.parts(price) == pytest.approx({"verify": 30.0, "draft": 4.0})
-    assert Timed().price(17.0) == 0 and Timed().parts(1.0) == {}
+    for slower in (1.0, 1.5, 2.0):  # a machine that slows down, timer and all
+        ms = {part: value * slower for part, value in true.items()}
+        plain.add(17.0 * slower, nodes(ms, count, price * slower))
+    more = {"verify": 30.0, "draft": 10.0}
+    speculative.add(60.0, nodes({k: 1.5 * v for k, v in more.items()}, count, price * 1.5))
+    assert plain.price == pytest.approx(price * 1.5)
+    assert plain.shares(plain.price) == pytest.approx({"verify": 15 / 17, "draft": 2 / 17})
+    assert sum(plain.shares(plain.price).values()) == pytest.approx(1)
+    assert speculative.shares(plain.price) == pytest.approx({"verify": 0.75, "draft": 0.25})
+    both = Timed()
+    both.join(plain)
+    both.join(speculative)
+    assert (both.launches, both.clock) == (4, pytest.approx(17 * 4.5 + 60))
+    assert both.ms["draft"] == pytest.approx(plain.ms["draft"] + speculative.ms["draft"])
+    assert Timed().price == 0 and Timed().shares(1.0) == {}
+
+
+def test_a_node_that_costs_more_to_time_weighs_more() -> None:
+    timed = Timed()
+    timed.add(1.0, [Node("verify/a", 1.5, 1), Node("draft/b", 2.5, 3), Node("c", 1.0, 0)])
+    assert timed.price == 1.0
+    assert timed.shares(1.0) == {"verify": 0.5, "draft": -0.5, OTHER: 1.0}
 
 
 def test_acceptance_along_the_answers() -> None:
