@@ -13,10 +13,12 @@ from typing import Any
 from forerun.runtime.bundle import Bundle
 from forerun.runtime.engine_ort import OrtEngine, bind, open_session, session_options
 from forerun.runtime.engine_step import Named
-from forerun.runtime.profilers import Labelled, Node, Timed
+from forerun.runtime.profilers import Labelled, Timed
 
 LAUNCH = "model_run"
 """The event that ends a launch's."""
+CONTROL = ("If", "Loop", "Scan")
+"""Operators that run nodes inside them."""
 Event = dict[str, Any]
 
 
@@ -79,13 +81,14 @@ def _launches(events: Iterable[Event]) -> Iterator[list[Event]]:
             nodes = []
 
 
-def _innermost(events: list[Event]) -> Iterator[Node]:
-    """The nodes that run no others inside them.
+def _innermost(events: list[Event]) -> Iterator[tuple[str, float]]:
+    """Name and milliseconds of the nodes that run no others inside them.
 
     A branch or a loop is timed as a whole, and what it runs once more by itself; the difference is
     mostly the profiler's own work between the inner nodes.
     """
     events.sort(key=lambda event: (event["ts"], -event["dur"]))
     for event, following in zip_longest(events, events[1:]):
-        if following is None or following["ts"] >= event["ts"] + event["dur"] or not event["dur"]:
-            yield Node(event["name"], event["dur"] / 1e3)
+        inside = following is not None and following["ts"] < event["ts"] + event["dur"]
+        if not (inside and event["args"]["op_name"] in CONTROL):
+            yield event["name"], event["dur"] / 1e3

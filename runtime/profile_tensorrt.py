@@ -11,7 +11,7 @@ from typing import Any
 
 from forerun.runtime.bundle import Bundle
 from forerun.runtime.engine_tensorrt import Bound, TensorRtEngine
-from forerun.runtime.profilers import Labelled, Node, Timed
+from forerun.runtime.profilers import Labelled, Timed
 
 
 class ProfiledTensorRt(Labelled, TensorRtEngine):
@@ -25,7 +25,7 @@ class ProfiledTensorRt(Labelled, TensorRtEngine):
     def timed(self) -> dict[str, Timed]:
         """As `Profiled` says. Layers are timed on the device, which costs them nothing."""
         return self._sorted(
-            (sum(ms for _, ms in layers), [Node(self.nodes_of.get(n, n), ms) for n, ms in layers])
+            (sum(ms for _, ms in layers), [(self.nodes_of.get(n, n), ms) for n, ms in layers])
             for layers in self.layers
         )
 

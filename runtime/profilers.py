@@ -15,16 +15,6 @@ from forerun.runtime.parts import part_of
 PREFILL, STEP = "prefill", "step"
 
 
-@dataclass(frozen=True)
-class Node:
-    """One node's time in one launch."""
-
-    name: str
-    ms: float
-    weight: float = 1.0
-    """What timing it costs, relative to other nodes."""
-
-
 @dataclass
 class Timed:
     """Launches of one kind, added up."""
@@ -34,16 +24,17 @@ class Timed:
     """Milliseconds that the same launches take when no node is timed."""
     ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Milliseconds of the nodes by part, each of them timed."""
-    weight: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    nodes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """How many nodes those are."""
 
-    def add(self, clock: float, nodes: Iterable[Node]) -> None:
-        """One launch more."""
+    def add(self, clock: float, nodes: Iterable[tuple[str, float]]) -> None:
+        """One launch more, of nodes with these names and milliseconds."""
         self.launches += 1
         self.clock += clock
-        for node in nodes:
-            part = part_of(node.name)
-            self.ms[part] += node.ms
-            self.weight[part] += node.weight
+        for name, ms in nodes:
+            part = part_of(name)
+            self.ms[part] += ms
+            self.nodes[part] += 1
 
     def join(self, other: Timed) -> None:
         """Those launches too."""
@@ -51,20 +42,20 @@ class Timed:
         self.clock += other.clock
         for part, ms in other.ms.items():
             self.ms[part] += ms
-            self.weight[part] += other.weight[part]
+            self.nodes[part] += other.nodes[part]
 
     @property
     def price(self) -> float:
-        """What timing a node of weight 1 costs, in milliseconds.
+        """What timing a node costs, in milliseconds, where it is the same for all.
 
         A profiler lengthens what it measures, by more than a small node itself takes.
         """
-        weight = sum(self.weight.values())
-        return (sum(self.ms.values()) - self.clock) / weight if weight else 0.0
+        nodes = sum(self.nodes.values())
+        return (sum(self.ms.values()) - self.clock) / nodes if nodes else 0.0
 
     def shares(self, price: float) -> dict[str, float]:
         """Of the clock by part, less what timing them cost: 1 in all where `price` is right."""
-        return {part: (ms - price * self.weight[part]) / self.clock for part, ms in self.ms.items()}
+        return {part: (ms - price * self.nodes[part]) / self.clock for part, ms in self.ms.items()}
 
 
 class Profiled(Engine, Protocol):
@@ -95,7 +86,9 @@ class Labelled:
         self.labels.append(self._now)
         super()._launch(bound)  # type: ignore[misc]
 
-    def _sorted(self, launches: Iterable[tuple[float, Iterable[Node]]]) -> dict[str, Timed]:
+    def _sorted(
+        self, launches: Iterable[tuple[float, Iterable[tuple[str, float]]]]
+    ) -> dict[str, Timed]:
         """(clock, nodes) of each launch, in order, added up by kind."""
         found: dict[str, Timed] = defaultdict(Timed)
         for label, launch in zip(self.labels, launches, strict=False):

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.runtime.parts import OTHER
 from forerun.runtime.positions import acceptance_by_position
-from forerun.runtime.profilers import Node, Timed
+from forerun.runtime.profilers import Timed
 from forerun.runtime.waterfall import LOSSES, MEASURED, UNEXPLAINED, Side, unexplained, waterfall
 
+Timing = tuple[str, float]
 MS = st.floats(0.01, 100)
 PARTS = ("draft", "verify", "accept", "commit", "host", "waiting")
 SIDES = st.builds(
@@ -69,10 +69,10 @@ def test_where_all_is_accounted_for_nothing_is_unexplained(side: Side) -> None:
     assert waterfall(plain, plain)[0].speedup == 1
 
 
-def nodes(ms: dict[str, float], count: dict[str, int], price: float) -> list[Node]:
+def nodes(ms: dict[str, float], count: dict[str, int], price: float) -> list[Timing]:
     """As many nodes of each part, which take so much together, and `price` more each."""
     return [
-        Node(f"{part}/node_{place}", ms[part] / count[part] + price)
+        (f"{part}/node_{place}", ms[part] / count[part] + price)
         for part in ms
         for place in range(count[part])
     ]
@@ -96,13 +96,6 @@ def test_the_price_of_timing_a_node_comes_off_again() -> None:
     assert (both.launches, both.clock) == (4, pytest.approx(17 * 4.5 + 60))
     assert both.ms["draft"] == pytest.approx(plain.ms["draft"] + speculative.ms["draft"])
     assert Timed().price == 0 and Timed().shares(1.0) == {}
-
-
-def test_a_node_that_costs_more_to_time_weighs_more() -> None:
-    timed = Timed()
-    timed.add(1.0, [Node("verify/a", 1.5, 1), Node("draft/b", 2.5, 3), Node("c", 1.0, 0)])
-    assert timed.price == 1.0
-    assert timed.shares(1.0) == {"verify": 0.5, "draft": -0.5, OTHER: 1.0}
 
 
 def test_acceptance_along_the_answers() -> None:
