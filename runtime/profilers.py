@@ -13,6 +13,8 @@ from forerun.runtime.engine import Engine, Request
 from forerun.runtime.parts import part_of
 
 PREFILL, STEP = "prefill", "step"
+Nodes = Iterable[tuple[str, float]]
+"""Name and milliseconds of each."""
 
 
 @dataclass
@@ -27,8 +29,8 @@ class Timed:
     nodes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """How many nodes those are."""
 
-    def add(self, clock: float, nodes: Iterable[tuple[str, float]]) -> None:
-        """One launch more, of nodes with these names and milliseconds."""
+    def add(self, clock: float, nodes: Nodes) -> None:
+        """One launch more."""
         self.launches += 1
         self.clock += clock
         for name, ms in nodes:
@@ -86,9 +88,7 @@ class Labelled:
         self.labels.append(self._now)
         super()._launch(bound)  # type: ignore[misc]
 
-    def _sorted(
-        self, launches: Iterable[tuple[float, Iterable[tuple[str, float]]]]
-    ) -> dict[str, Timed]:
+    def _sorted(self, launches: Iterable[tuple[float, Nodes]]) -> dict[str, Timed]:
         """(clock, nodes) of each launch, in order, added up by kind."""
         found: dict[str, Timed] = defaultdict(Timed)
         for label, launch in zip(self.labels, launches, strict=False):
