@@ -37,7 +37,7 @@ class OrtEngine(StepEngine):
     """A bundle's ONNX graph on the CPU."""
 
     def __init__(self, bundle: Bundle, threads: int | None = None, rows: int = 1) -> None:
-        self.session = open_session(bundle, session_options(threads))
+        self.session = self._open(bundle, threads)
         inputs = {v.name: (v.shape, NUMPY_TYPES[v.type]) for v in self.session.get_inputs()}
         static = inputs["keys_0"][0][2]  # a number in a graph made for TensorRT
         bucket = static if isinstance(static, int) else BUCKET
@@ -56,6 +56,9 @@ class OrtEngine(StepEngine):
             here["tokens_1"][:] = here[f"tokens_{self.drafted}"][:, :1]
             self.drafted = 1
         return super().launch(nodes)
+
+    def _open(self, bundle: Bundle, threads: int | None) -> Any:
+        return open_session(bundle, session_options(threads))
 
     def _has_draft(self, state: dict[str, Array], live: Array) -> bool:
         return bool((state[f"tokens_{self.drafted}"][live, 1:] >= 0).any())

@@ -32,7 +32,6 @@ class ProfiledOrt(Labelled, OrtEngine):
     def __init__(self, bundle: Bundle, threads: int | None = None, rows: int = 1) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="forerun-profile-")
         self.clocks: list[float] = []
-        self.watched = open_session(bundle, self._watching(threads))
         super().__init__(bundle, threads, rows)
 
     def timed(self) -> dict[str, Timed]:
@@ -53,13 +52,16 @@ class ProfiledOrt(Labelled, OrtEngine):
         self.clocks.append(1e3 * (time.perf_counter() - start))
         self.watched.run_with_iobinding(bound[1][0])
 
-    def _watching(self, threads: int | None) -> Any:
-        options = session_options(threads)
-        options.enable_profiling = True
-        options.profile_file_prefix = str(Path(self.folder.name) / "events")
-        # Threads that wait for work would take time from the other session.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        return options
+    def _open(self, bundle: Bundle, threads: int | None) -> Any:
+        """The session that runs by the clock; the other one is `watched`."""
+        options = [session_options(threads) for _ in range(2)]
+        for each in options:
+            # Threads that wait for work would take time from the other session.
+            each.add_session_config_entry("session.force_spinning_stop", "1")
+        options[1].enable_profiling = True
+        options[1].profile_file_prefix = str(Path(self.folder.name) / "events")
+        session, self.watched = (open_session(bundle, each) for each in options)
+        return session
 
 
 def _events(lines: Iterable[str]) -> Iterator[Event]:
