@@ -21,6 +21,7 @@ from torch.export import Dim
 from forerun.compiler.functions import Recorder, Uses, define
 from forerun.compiler.initializers import drafter_weights, save_graph, unknown
 from forerun.compiler.low_bits import LOW_BIT_TRANSLATIONS, store_low_bits
+from forerun.compiler.parts import name_parts
 from forerun.models.ops import ACTIVATION_ZERO, HALVINGS, SPAN
 from forerun.models.signature import Signature, signature
 from forerun.models.step import INPUT_NAMES, Step, StepInputs
@@ -331,5 +332,6 @@ def export_step(
     store_low_bits(model.graph)
     name_axes(model.graph, facts)
     RemoveUnusedNodesPass()(model)
+    name_parts(model, step.target.config.num_layers)
     save_graph(model, path)
     return facts

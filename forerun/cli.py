@@ -37,6 +37,14 @@ COMMANDS = {
     "bench": LazyCommand(
         "forerun.runtime.cli:bench_command", "Measure plain and speculative decoding side by side."
     ),
+    "predict": LazyCommand(
+        "forerun.runtime.measure_cli:predict_command",
+        "Say what speculation should gain, from a few numbers.",
+    ),
+    "profile": LazyCommand(
+        "forerun.runtime.measure_cli:profile_command",
+        "Say where a step's time goes, and what became of the ideal speedup.",
+    ),
     "tune": LazyCommand(
         "forerun.runtime.tune_cli:tune_command",
         "Fit a bundle's draft trees to this machine, by measurement.",

@@ -48,6 +48,11 @@ class BenchConfig:
     answers: int = 0
     """Answers that are shown token by token: those that gained least and most."""
 
+    @property
+    def nodes(self) -> int:
+        """Of the largest tree that is drafted."""
+        return self.pace.largest
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -84,34 +89,21 @@ def bench(
     Prompts that don't fit the bundle's context are left out and counted as `skipped`. Raises
     ForerunError where none is left.
     """
-    encoded = [(prompt, encode_prompt(model.bundle, prompt.content)) for prompt in prompts]
-    fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) < model.engine.context]
-    if not fitting:
-        raise ForerunError(
-            f"no prompt is shorter than this bundle's context of {model.engine.context} tokens: "
-            "compile with a larger --capacity"
-        )
-    for pace in (Fixed(1), config.pace):  # the first run of anything pays for its set-up
-        model.stream_ids(fitting[0][1], min(16, config.max_new_tokens), nodes=pace).completion  # noqa: B018
+    fitting = fitting_prompts(model, prompts)
+    warm_up(model, fitting[0][1], config)
     pairs = []
     for number, (prompt, ids) in enumerate(fitting):
-        runs: dict[bool, Completion] = {}
-        # Who goes first alternates: a machine that slows down or speeds up favours neither.
-        for plain in (True, False) if number % 2 == 0 else (False, True):
-            pace = Fixed(1) if plain else config.pace
-            stream = model.stream_ids(ids, config.max_new_tokens, config.params, pace)
-            runs[plain] = stream.completion
-        pairs.append(Pair(prompt.category, runs[True], runs[False], words_of(prompt)))
+        pairs.append(answer_both_ways(model, prompt, ids, config, plain_first=number % 2 == 0))
         advance()
-    summed, largest = summary(pairs), config.pace.largest
+    summed = summary(pairs)
     return {
         **summed,
-        "categories": _categories(pairs),
+        "categories": categories(pairs),
         "skipped": len(prompts) - len(fitting),
-        **costs(model, largest),
+        **costs(model, config.nodes),
         **singled_out(pairs, model.bundle.tokenizer, config.answers),
-        **shown_tree(model.bundle.manifest.trees[str(largest)], summed["acceptance_by_depth"]),
-        "nodes": largest,
+        **shown_tree(model.bundle.manifest.trees[str(config.nodes)], summed["acceptance_by_depth"]),
+        "nodes": config.nodes,
         "max_new_tokens": config.max_new_tokens,
         **asdict(config.params),
         "threads": config.threads,
@@ -119,6 +111,39 @@ def bench(
         "machine": machine(),
         "versions": versions(),
     }
+
+
+def fitting_prompts(model: Model, prompts: Sequence[Prompt]) -> list[tuple[Prompt, list[int]]]:
+    """The prompts that the model's context holds, with their ids; ForerunError where none is."""
+    encoded = [(prompt, encode_prompt(model.bundle, prompt.content)) for prompt in prompts]
+    fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) < model.engine.context]
+    if not fitting:
+        raise ForerunError(
+            f"no prompt is shorter than this bundle's context of {model.engine.context} tokens: "
+            "compile with a larger --capacity"
+        )
+    return fitting
+
+
+def warm_up(model: Model, ids: Sequence[int], config: BenchConfig) -> None:
+    """The first run of anything pays for its set-up."""
+    for pace in (Fixed(1), config.pace):
+        model.stream_ids(ids, min(16, config.max_new_tokens), nodes=pace).completion  # noqa: B018
+
+
+def answer_both_ways(
+    model: Model, prompt: Prompt, ids: Sequence[int], config: BenchConfig, plain_first: bool
+) -> Pair:
+    """One prompt's pair.
+
+    Who goes first should alternate: a machine that slows down or speeds up favours neither then.
+    """
+    runs: dict[bool, Completion] = {}
+    for plain in (plain_first, not plain_first):
+        pace = Fixed(1) if plain else config.pace
+        stream = model.stream_ids(ids, config.max_new_tokens, config.params, pace)
+        runs[plain] = stream.completion
+    return Pair(prompt.category, runs[True], runs[False], words_of(prompt))
 
 
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -262,6 +287,7 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _categories(pairs: Sequence[Pair]) -> dict[str, Any]:
+def categories(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """The summary of each category of prompts."""
     names = dict.fromkeys(pair.category for pair in pairs if pair.category)
     return {name: summary([pair for pair in pairs if pair.category == name]) for name in names}

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from forerun.runtime.bundle import Bundle
-from forerun.runtime.engine import BUILT, Engine
+from forerun.runtime.engine import BUILT, Engine, load_engine
 from forerun.runtime.manifest import Manifest
 from forerun.runtime.tree import Tree
 
 ROUNDS = 3
+CURVE = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+LONGER = (512, 1536)
 SHORT = 32
 """Tokens of a short context."""
 
@@ -77,6 +79,17 @@ def measure_costs(
         step = {nodes: ms for (nodes, drafts), ms in cost.items() if drafts > 1}
         found.append(Costs(base, verify, step, context, engine.rows))
     return found
+
+
+def verify_costs(bundle: Bundle, threads: int | None = None) -> list[Costs]:
+    """verify(n) for n from 1 to 128 at contexts from short to long, or for the sizes there are."""
+    manifest = bundle.manifest
+    sizes = [*map(int, manifest.trees)]
+    if manifest.engine.kind not in BUILT:
+        sizes = [nodes for nodes in CURVE if nodes <= manifest.capacity // 4]
+    engine = load_engine(with_trees(bundle, stars(manifest, sizes)), threads)
+    contexts = [SHORT, *(context for context in LONGER if context + max(sizes) < engine.context)]
+    return measure_costs(engine, sizes, [], contexts, launches=4)
 
 
 def with_trees(bundle: Bundle, trees: Mapping[str, Tree | None]) -> Bundle:

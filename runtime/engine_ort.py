@@ -37,7 +37,7 @@ class OrtEngine(StepEngine):
     """A bundle's ONNX graph on the CPU."""
 
     def __init__(self, bundle: Bundle, threads: int | None = None, rows: int = 1) -> None:
-        self.session = _open_session(bundle, threads)
+        self.session = self._open(bundle, threads)
         inputs = {v.name: (v.shape, NUMPY_TYPES[v.type]) for v in self.session.get_inputs()}
         static = inputs["keys_0"][0][2]  # a number in a graph made for TensorRT
         bucket = static if isinstance(static, int) else BUCKET
@@ -56,20 +56,27 @@ class OrtEngine(StepEngine):
         self._grow(int(positions.max()) + self.drafted + self.manifest.pending)
         return super().launch(nodes)
 
+    def _open(self, bundle: Bundle, threads: int | None) -> Any:
+        return open_session(bundle, session_options(threads))
+
     def _has_draft(self, state: dict[str, Array], live: Array) -> bool:
         return bool((state[f"tokens_{self.drafted}"][live, 1:] >= 0).any())
 
     def _bind(self, inputs: Named, outputs: Named, nodes: int, again: bool) -> Any:
-        """By address, with what the binding points to kept alive."""
-        binding = self.session.io_binding()
-        for name, array in inputs.items():
-            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        for name, array in outputs.items():
-            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        return binding, inputs, outputs
+        return bind(self.session, inputs, outputs)
 
     def _launch(self, bound: Any) -> None:
         self.session.run_with_iobinding(bound[0])
+
+
+def bind(session: Any, inputs: Named, outputs: Named) -> Any:
+    """A launch of `session`, by address, with what the binding points to kept alive."""
+    binding = session.io_binding()
+    for name, array in inputs.items():
+        binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+    for name, array in outputs.items():
+        binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+    return binding, inputs, outputs
 
 
 def open_engine(bundle: Bundle, threads: int | None = None, rows: int = 1) -> StepEngine:
@@ -83,10 +90,16 @@ def open_engine(bundle: Bundle, threads: int | None = None, rows: int = 1) -> St
     return (OrtCudaEngine if gpu and device_count() else OrtEngine)(bundle, threads, rows)
 
 
-def _open_session(bundle: Bundle, threads: int | None) -> Any:
+def session_options(threads: int | None) -> Any:
+    """How ONNX Runtime is to run a step."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or 0
     options.log_severity_level = 3
+    return options
+
+
+def open_session(bundle: Bundle, options: Any) -> Any:
+    """The bundle's graph, loaded."""
     path = bundle.file(bundle.manifest.engine.file)
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

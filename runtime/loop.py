@@ -40,6 +40,8 @@ class Stats:
     """Decoded after the prefill's token: a stop token counts, what was cut after it doesn't."""
     committed: tuple[int, ...] = ()
     """`committed[k]` steps committed k + 1 tokens, before any cut."""
+    trace: tuple[int, ...] = ()
+    """What each step committed, in order; of several requests one after the other."""
 
     def __add__(self, other: Stats) -> Stats:
         depth = max(len(self.committed), len(other.committed))
@@ -50,6 +52,7 @@ class Stats:
             self.engine_seconds + other.engine_seconds,
             self.tokens + other.tokens,
             tuple(map(sum, zip(*rows, strict=True))),
+            self.trace + other.trace,
         )
 
     @property
@@ -100,6 +103,7 @@ class Answering:
         self._tokens, self._counts = 0, Counter[int]()
         self.context = len(request.prompt)
         """Tokens of the prompt and of the answer until now."""
+        self._trace: list[int] = []
         # The engine may commit a block beyond the limit: cut on the device, it would lower tau.
         ample = replace(request, limit=request.limit + pace.largest)
         # All rows' trees are of one size: who joins others takes theirs.
@@ -117,6 +121,7 @@ class Answering:
         self.context += len(committed)
         if committed:
             self._counts[len(committed)] += 1
+            self._trace.append(len(committed))
             self._tokens += len(block.tokens) + (block.finish == "stop")
         return block
 
@@ -129,6 +134,7 @@ class Answering:
             self._engine.seconds - self._inside,
             self._tokens,
             tuple(self._counts[n] for n in range(1, max(self._counts, default=0) + 1)),
+            tuple(self._trace),
         )
 
     def _cut(self, committed: Sequence[int]) -> Block:

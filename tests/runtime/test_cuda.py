@@ -22,7 +22,7 @@ from forerun.runtime.sampling import SamplingParams
 
 pytest.importorskip("onnxruntime")
 
-from forerun.runtime.engine_ort import NUMPY_TYPES, _open_session
+from forerun.runtime.engine_ort import NUMPY_TYPES, open_session, session_options
 from forerun.runtime.engine_ort_cuda import OrtCudaEngine
 
 spec = importlib.util.spec_from_file_location("late", Path(__file__).with_name("late.py"))
@@ -125,7 +125,7 @@ class LateOrt(OrtCudaEngine):
         return CudaMemory(longest, Cuda(self.api))
 
     def _open(self, bundle: Bundle, threads: int | None) -> tuple[Any, bool]:
-        return _open_session(bundle, threads), False
+        return open_session(bundle, session_options(threads)), False
 
     def _launch(self, bound: Any) -> None:
         launch = super()._launch
@@ -140,7 +140,7 @@ class PinnedOrt(PinnedEngine):
     def __init__(self, bundle: Bundle, rows: int = 1) -> None:
         self.api = late.LateApi()
         _, longest = result_size(rows, bundle.manifest.pending)
-        self.session = _open_session(bundle, 1)
+        self.session = open_session(bundle, session_options(1))
         inputs = {v.name: (v.shape, NUMPY_TYPES[v.type]) for v in self.session.get_inputs()}
         self.bound = 0
         super().__init__(Layout(bundle.manifest, inputs), CudaMemory(longest, Cuda(self.api)), rows)
