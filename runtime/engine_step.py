@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,23 @@ from forerun.runtime.sampling import SamplingParams, uniform_tables
 from forerun.runtime.tree import Tree
 
 Named = dict[str, Buffer]
+
+
+@dataclass
+class Reading:
+    """A prompt on its way into a row, chunk by chunk."""
+
+    row: int
+    request: Request
+    prompt: NDArray[np.int64]
+    start: int = 0
+    """Tokens that were read."""
+    turn: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it was read."""
+        return self.start >= self.prompt.size
 
 
 class StepEngine(ABC):
@@ -38,11 +56,12 @@ class StepEngine(ABC):
         self.context = self.manifest.capacity - self.room
         self.turn, self.drafted = 0, 1
         self.params: list[SamplingParams] = [GREEDY] * rows
+        self.live: set[int] = set()
         self.remembers = False
         self.remembering = memory.load(np.zeros((), np.bool_))  # bound by address
         self.buffers, self.bucket = Buffers(layout, memory, rows), bucket
         self.alone: dict[int, Buffers] = {}
-        self.bindings: dict[tuple[int, int, int], Any] = {}
+        self.bindings: dict[tuple[int, int, int, int], Any] = {}
         self._grow(bucket)
 
     @property
@@ -68,41 +87,66 @@ class StepEngine(ABC):
 
         Rows that are being decoded draft trees of one size, so `nodes` must be theirs.
         """
-        prompt = np.asarray(request.prompt, np.int64)
-        alone = self._begin(prompt.size, request, row)
-        self._remember(self.remembers or nodes > 1)
+        reading = self.begin(request, nodes > 1, row)
         self.memory.begin()
-        turn, size = 0, self.manifest.chunk
-        for start in range(0, prompt.size, size):
-            chunk = prompt[start : start + size]
-            after = prompt[start + chunk.size : start + chunk.size + 1]
-            drafts = nodes if after.size == 0 else 1
-            self._launch(self._chunk(alone, turn, chunk, start, [chunk.size - 1], drafts, after))
-            turn = 1 - turn
-        self.buffers.put(row, self.turn, alone.sets[turn])
-        self.drafted = nodes
-        result = self.memory.receive(self.memory.send(alone.sets[turn][RESULT]))
-        return alone.committed(result)[0]
+        while not reading.done:
+            self._read(reading, nodes)
+        return self._joined(reading, nodes, self._received(reading))
+
+    def begin(self, request: Request, remembers: bool, row: int = 0) -> Reading:
+        """As `prefill`, but nothing is read yet: `read` does that chunk by chunk.
+
+        The other rows may be stepped in between. The drafter `remembers` what is read if the
+        request may be decoded with drafts later.
+        """
+        prompt = np.asarray(request.prompt, np.int64)
+        self._begin(prompt.size, request, row)
+        self._remember(self.remembers or remembers)
+        reading = Reading(row, request, prompt)
+        self._clear_of(reading)
+        return reading
+
+    def read(self, reading: Reading, nodes: int) -> list[int] | None:
+        """Read the next chunk; -> after the last one what `prefill` gives, else None.
+
+        `nodes` is the size of the tree that the other rows have drafted.
+        """
+        self.memory.begin()
+        self._read(reading, nodes)
+        committed = self._received(reading)
+        return self._joined(reading, nodes, committed) if reading.done else None
 
     def step(self, nodes: int) -> list[list[int]]:
         """One launch for all rows, and its tokens."""
         return self.wait(self.launch(nodes))
 
     def launch(self, nodes: int) -> Ticket:
-        """Launch a step: its tokens are there later."""
-        bound = self._binding(self.drafted, nodes)
+        """Launch a step: its tokens are there later.
+
+        Rows above the last one that has a request are left out of it.
+        """
+        span = self.span
+        bound = self._binding(self.drafted, nodes, span)
         self.memory.begin()
         self._launch(bound)
         self.turn, self.drafted = 1 - self.turn, nodes
-        return self.memory.send(self.buffers.sets[self.turn][RESULT])
+        return span, self.memory.send(self.buffers.sets[self.turn][RESULT])
 
     def wait(self, ticket: Ticket) -> list[list[int]]:
         """The tokens of a launched step, once they are there."""
-        return self.buffers.committed(self.memory.receive(ticket))
+        span, result = ticket
+        rows = self.buffers.committed(self.memory.receive(result))
+        return [tokens if row < span else [] for row, tokens in enumerate(rows)]
+
+    @property
+    def span(self) -> int:
+        """The rows that a step computes: the first ones, up to the last that has a request."""
+        return max(self.live, default=0) + 1
 
     def release(self, row: int) -> None:
         """The row commits nothing more until its next prefill."""
         self.params[row] = GREEDY
+        self.live.discard(row)
         self._fix(self.buffers, row, "limit", 0)
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> NDArray[np.float32]:
@@ -122,7 +166,7 @@ class StepEngine(ABC):
         """
         for row in range(self.rows):
             self.prefill(Request([0] * 32, self.context), verified, row)
-        bound = self._binding(verified, nodes)
+        bound = self._binding(verified, nodes, self.rows)
         times = []
         for _ in range(launches):
             before = self.seconds
@@ -135,18 +179,22 @@ class StepEngine(ABC):
     # --- requests and buffers ---------------------------------------------------------------
 
     def _begin(self, length: int, request: Request, row: int) -> Buffers:
-        """Check the request against the context, set its parameters, forget the one before."""
+        """Check the request against the context, set its parameters, forget the one before.
+
+        Steps leave the row alone until it has joined them: its limit there stays 0.
+        """
         if not 0 < length <= self.context:
             raise ForerunError(
                 f"the prompt has {length} tokens; this bundle takes 1 to {self.context}: "
                 "shorten it, or compile with a larger --capacity"
             )
         params = request.params
+        self.release(row)
         self._grow(length + self.room)
         alone = self.alone.get(row) or self.alone.setdefault(row, self.buffers.row(row))
         alone.clear()
+        self._fix(alone, 0, "limit", min(request.limit, self.context))
         values: dict[str, Any] = {
-            "limit": min(request.limit, self.context),
             "temperature": params.temperature,
             "top_k": params.top_k,
             "top_p": params.top_p,
@@ -162,6 +210,37 @@ class StepEngine(ABC):
             self._remember(False)
         return alone
 
+    def _read(self, reading: Reading, nodes: int) -> None:
+        """Launch the next chunk of a prompt."""
+        size, start, alone = self.manifest.chunk, reading.start, self.alone[reading.row]
+        chunk = reading.prompt[start : start + size]
+        after = reading.prompt[start + chunk.size : start + chunk.size + 1]
+        drafts = nodes if after.size == 0 else 1
+        last = [chunk.size - 1]
+        self._launch(self._chunk(alone, reading.turn, chunk, start, last, drafts, after))
+        reading.start, reading.turn = start + chunk.size, 1 - reading.turn
+        self._clear_of(reading)
+
+    def _received(self, reading: Reading) -> list[int]:
+        """What the last launch for `reading` committed."""
+        alone = self.alone[reading.row]
+        ticket = self.memory.send(alone.sets[reading.turn][RESULT])
+        return alone.committed(self.memory.receive(ticket))[0]
+
+    def _joined(self, reading: Reading, nodes: int, committed: list[int]) -> list[int]:
+        """From here on the row takes part in steps."""
+        row = reading.row
+        self.buffers.put(row, self.turn, self.alone[row].sets[reading.turn])
+        self._fix(self.buffers, row, "limit", min(reading.request.limit, self.context))
+        self.drafted = nodes
+        self.live.add(row)
+        return committed
+
+    def _clear_of(self, reading: Reading) -> None:
+        """Steps of other rows write into this one's caches too: behind what was read."""
+        for here in self.buffers.sets:
+            self._place(here, reading.start, reading.row)
+
     def _fix(self, buffers: Buffers, row: int, name: str, value: Any) -> None:
         """Set what a request fixes for one row."""
         kind = np.int64 if name in ("limit", "top_k") else np.float32
@@ -176,7 +255,9 @@ class StepEngine(ABC):
         """Make room for `slots` cache slots; bindings to the old buffers are dropped."""
         if slots > self.buffers.slots:
             self.buffers.grow(-(-slots // self.bucket) * self.bucket)
-            self.bindings, self.alone = {}, {}
+            self.bindings = {}
+            for row, alone in self.alone.items():
+                alone.follow(self.buffers, row)
 
     # --- launching --------------------------------------------------------------------------
 
@@ -215,26 +296,28 @@ class StepEngine(ABC):
         found: NDArray[np.float32] = self.memory.read(logits)[0]
         return found
 
-    def _place(self, here: Named, start: int) -> None:
-        """A prefill's chunk begins at `start`, with nothing pending."""
-        self.memory.write(here["length"], np.asarray([start], np.int64))
-        self.memory.write(here["pending_count"], np.zeros(1, np.int64))
+    def _place(self, here: Named, start: int, row: int = 0) -> None:
+        """The next call writes at `start`, with nothing pending."""
+        self.memory.write(here["length"][row : row + 1], np.asarray([start], np.int64))
+        self.memory.write(here["pending_count"][row : row + 1], np.zeros(1, np.int64))
 
-    def _binding(self, verified: int, nodes: int) -> Any:
-        """The binding for this turn of a step that verifies and drafts these many nodes."""
-        key = (self.turn, verified, nodes)
+    def _binding(self, verified: int, nodes: int, span: int) -> Any:
+        """The binding for this turn of a step of the first `span` rows that verifies and drafts
+        these many nodes."""
+        key = (self.turn, verified, nodes, span)
         if key not in self.bindings:
-            here, tree = self.buffers.sets[self.turn], self.manifest.trees[str(verified)]
+            first = self.buffers.first(span)
+            here, tree = first.sets[self.turn], self.manifest.trees[str(verified)]
             given = {
                 "tokens": here[f"tokens_{verified}"],
-                "forced": self.memory.load(np.full(self.rows, -1, np.int64)),
+                "forced": self.memory.load(np.full(span, -1, np.int64)),
             }
             if tree is None:
                 given |= {name: here[f"{name}_{verified}"] for name in TREE}
                 given["verify"] = self.memory.load(np.arange(verified))
             else:
-                given |= self._tree(tree, np.arange(verified), self.rows)
-            self.bindings[key] = self._bound(self.buffers, self.turn, given, nodes, again=True)
+                given |= self._tree(tree, np.arange(verified), span)
+            self.bindings[key] = self._bound(first, self.turn, given, nodes, again=True)
         return self.bindings[key]
 
     def _tree(self, tree: Tree, verify: NDArray[np.int64], rows: int) -> Named:

@@ -28,10 +28,10 @@ class Pipelined(Protocol):
 
 
 class Steps:
-    """The steps of all rows of `engine`, each of them drafting trees of `nodes` nodes."""
+    """The steps of all rows of `engine`."""
 
-    def __init__(self, engine: Engine, nodes: int) -> None:
-        self._engine, self._nodes = engine, nodes
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._pipelined = engine if isinstance(engine, Pipelined) and engine.ahead else None
         self._flying: deque[Any] = deque()
         self._launched = 0
@@ -41,12 +41,15 @@ class Steps:
         """A prefill began another request in `row`: steps in flight are not that request's."""
         self._since[row] = self._launched
 
-    def next(self) -> list[list[int] | None]:
-        """Each row's new tokens; None for a row whose request is younger than the step."""
+    def next(self, nodes: int) -> list[list[int] | None]:
+        """Each row's new tokens; None for a row whose request is younger than the step.
+
+        What is launched for it drafts trees of `nodes` nodes.
+        """
         if self._pipelined is None:
-            return [*self._engine.step(self._nodes)]
+            return [*self._engine.step(nodes)]
         while len(self._flying) <= self._pipelined.ahead:
-            self._flying.append(self._pipelined.launch(self._nodes))
+            self._flying.append(self._pipelined.launch(nodes))
             self._launched += 1
         step = self._launched - len(self._flying)
         rows = self._pipelined.wait(self._flying.popleft())

@@ -44,6 +44,15 @@ class Device:
         tokens: list[int] = self.engine.prefill(request, nodes, row)
         return tokens
 
+    def begin(self, request: Request, remembers: bool, row: int = 0) -> Any:
+        self.calls.append(("begin", row))
+        return self.engine.begin(request, remembers, row)
+
+    def read(self, reading: Any, nodes: int) -> list[int] | None:
+        self.calls.append(("read", reading.row))
+        tokens: list[int] | None = self.engine.read(reading, nodes)
+        return tokens
+
     def release(self, row: int) -> None:
         self.engine.release(row)
 
@@ -208,4 +217,4 @@ def test_an_engine_that_gains_nothing_by_it_is_stepped(tiny_bundle: Path) -> Non
     step: Callable[[int], list[list[int]]] = engine.step
     engine.step = lambda nodes: calls.append(nodes) or step(nodes)  # type: ignore[method-assign, func-returns-value]
     engine.prefill(Request(LOOP, 60), 4)
-    assert Steps(engine, 4).next()[0] and calls == [4]
+    assert Steps(engine).next(4)[0] and calls == [4]
