@@ -108,8 +108,8 @@ class Routes:
         """Goes on with one or more texts."""
         self._check(asked)
         given = asked.prompts()
-        if len(given) * (asked.n or 1) > self._scheduler.limits.queue:
-            raise invalid("more prompts than this server's queue holds: send fewer", "prompt")
+        if len(given) * (asked.n or 1) > self._scheduler.most:
+            raise invalid("more prompts than this server holds at a time: send fewer", "prompt")
         prompts = [await self._encoded(prompt, "prompt") for prompt in given]
         return await self._answer(asked, prompts, asked.room(), http, chat=False)
 
@@ -179,9 +179,7 @@ class Routes:
             ids = self._checked_ids([*map(int, prompt)])  # type: ignore[call-overload]
         else:
             try:
-                ids = await to_thread.run_sync(
-                    self._encode, prompt, limiter=self._service.readers
-                )
+                ids = await to_thread.run_sync(self._encode, prompt, limiter=self._service.readers)
             except ForerunError as error:
                 raise invalid(str(error), param) from None
         if len(ids) > self._service.max_prompt:
@@ -210,8 +208,8 @@ class Routes:
     def _check(self, asked: Asked) -> None:
         self._check_name(asked.model)
         asked.check()
-        if (asked.n or 1) > self._scheduler.limits.queue:
-            raise invalid("n is more than this server's queue holds", "n")
+        if (asked.n or 1) > self._scheduler.most:
+            raise invalid("n is more than this server holds at a time: ask for fewer", "n")
 
     def _check_name(self, name: str) -> None:
         if name != self._service.name:

@@ -1,4 +1,4 @@
-"""What every HTTP request passes first: its id, its key, its size, and a line in the log after it."""
+"""What every HTTP request passes first: its id, its key, its size; and a line in the log."""
 
 from __future__ import annotations
 

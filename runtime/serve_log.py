@@ -1,4 +1,4 @@
-"""Logs as JSON lines, and the prompts that were served as a file that `forerun synthesize` reads."""
+"""Logs as JSON lines, and served prompts as a file that `forerun synthesize` reads."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -109,10 +109,3 @@ async def unless_gone(http: HttpRequest, work: Awaitable[Result]) -> Result:
 async def _gone(http: HttpRequest) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
-
-
-async def chained(first: Result, rest: AsyncIterator[Result]) -> AsyncIterator[Result]:
-    """One thing, and then others."""
-    yield first
-    async for item in rest:
-        yield item

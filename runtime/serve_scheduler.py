@@ -155,7 +155,7 @@ class Scheduler:
         return [one.number for one in held]
 
     def cancel(self, numbers: Collection[int]) -> None:
-        """End orders where they are: rows are free at the next step. No harm to those that ended."""
+        """End orders where they are: rows are free at the next step. Others are passed over."""
         with self._change:
             alive = {held.number for held in self._waiting} | set(self._running)
             self._cancelled |= alive & set(numbers)
@@ -172,6 +172,11 @@ class Scheduler:
             self._change.notify()
         if self._thread.is_alive():
             self._thread.join(seconds)
+
+    @property
+    def most(self) -> int:
+        """Orders that may be submitted together, were nothing else to do."""
+        return self.limits.queue + self.model.engine.rows
 
     @property
     def draining(self) -> bool:
@@ -275,13 +280,14 @@ class Scheduler:
         now, before = time.monotonic(), held.answer.tokens
         text = held.answer.push(event.outcome)
         tokens = held.answer.tokens
-        if not held.last:
+        begins = not held.last
+        if begins:
             self.observer.first(now - held.since)
         elif tokens > before:
             self.observer.block(now - held.last, tokens - before)
         held.last = now
         if held.answer.finish is None:
-            if text:
+            if text or begins:  # a client may want to know that it begins
                 self._deliver(held, Piece(text, tokens))
             return
         self._end(held, held.answer.finish, text)

@@ -50,9 +50,10 @@ class Asked(Strict):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[
-        int, Field(ge=0, description="Of the likeliest tokens so many; not OpenAI's.")
-    ] | None = None
+    top_k: (
+        Annotated[int, Field(ge=0, description="Of the likeliest tokens so many; not OpenAI's.")]
+        | None
+    ) = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=SEEDS)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
 
@@ -65,7 +66,7 @@ class Asked(Strict):
     logit_bias: dict[str, float] | None = None
 
     def params(self, seed: int, vocabulary: int) -> SamplingParams:
-        """How tokens are chosen, where the client names no seed with `seed`."""
+        """How the tokens of one answer are chosen."""
         temperature = 1.0 if self.temperature is None else self.temperature
         if temperature < COLDEST or self.top_p == 0:  # either leaves the likeliest token alone
             return SamplingParams()
@@ -73,7 +74,7 @@ class Asked(Strict):
             temperature,
             min(self.top_k or 0, vocabulary),
             1.0 if self.top_p is None else self.top_p,
-            (seed if self.seed is None else self.seed) % SEEDS,
+            seed % SEEDS,
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,23 @@ def bundle_folder(tmp_path: Path, manifest: Manifest) -> Path:
     (folder / "golden" / "inputs.npz").write_bytes(b"golden")
     write_manifest(folder, manifest)
     return folder
+
+
+@pytest.fixture(scope="session")
+def serving() -> Any:
+    """The module `serving.py` beside this one: pytest's importlib mode has no packages of tests."""
+    for package in ("fastapi", "uvicorn", "openai", "prometheus_client"):
+        pytest.importorskip(package)
+    path = Path(__file__).with_name("serving.py")
+    spec = importlib.util.spec_from_file_location("serving", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def chat_bundle(once: Callable[..., Path], serving: Any, tiny_combined_bundle: Path) -> Path:
+    """A tiny bundle with a chat template."""
+    return once("tiny-chat", lambda folder: serving.write_chat_bundle(folder, tiny_combined_bundle))
