@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from anyio import CapacityLimiter, to_thread
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
 
-from forerun.errors import ForerunError, MissingDependencyError
+from forerun.errors import ForerunError
 from forerun.runtime.chat import Messages, encode_prompt, encode_text
 from forerun.runtime.engine import Request
 from forerun.runtime.model import continuing
 from forerun.runtime.serve_auth import ApiKeys
-from forerun.runtime.serve_errors import SERVER, ServeError, invalid
+from forerun.runtime.serve_errors import ServeError, invalid
 from forerun.runtime.serve_guard import Guard
 from forerun.runtime.serve_log import Capture
 from forerun.runtime.serve_metrics import Metrics
 from forerun.runtime.serve_pending import Pending, Texts, unless_gone
+from forerun.runtime.serve_refusals import no_route, not_valid, refused
 from forerun.runtime.serve_replies import ErrorReply, ModelCard, ModelList, Reply, Shape, usage
 from forerun.runtime.serve_scheduler import Scheduler
 from forerun.runtime.serve_schema import Asked, ChatRequest, CompletionRequest
-
-try:
-    from fastapi import FastAPI
-    from fastapi.exceptions import RequestValidationError
-    from starlette.exceptions import HTTPException
-    from starlette.requests import Request as HttpRequest
-    from starlette.responses import JSONResponse, Response, StreamingResponse
-except ImportError as error:
-    raise MissingDependencyError("fastapi", "serve", "forerun serve") from error
+from forerun.runtime.serve_stream import Stream, facts_of
 
 READERS = 2
 """Prompts that are rendered and tokenised at a time: that needs a core each."""
@@ -74,9 +71,9 @@ def create_app(service: Service) -> FastAPI:
         max_body=service.max_body,
         counted=service.metrics.request,
     )
-    app.add_exception_handler(ServeError, _refused)
-    app.add_exception_handler(RequestValidationError, _not_valid)
-    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(ServeError, refused)
+    app.add_exception_handler(RequestValidationError, not_valid)
+    app.add_exception_handler(HTTPException, no_route)
     routes = Routes(service)
     post, get = app.post, app.get
     post("/v1/chat/completions", response_model=Reply)(routes.chat)
@@ -154,14 +151,14 @@ class Routes:
         http.state.facts |= {"id": shape.id, "stream": asked.stream, "prompt_tokens": read}
         if asked.stream:
             options = asked.stream_options
-            stream = _Stream(pending, shape, read, bool(options and options.include_usage))
+            stream = Stream(pending, shape, read, bool(options and options.include_usage))
             return await stream.response(http)
         try:
             texts = await unless_gone(http, Texts.of(pending))
         finally:
             pending.cancel()
         found = usage(read, sum(pending.tokens), pending.stats)
-        http.state.facts |= _facts(pending)
+        http.state.facts |= facts_of(pending)
         finishes = [finish or "length" for finish in pending.finish]
         reply = shape.whole(list(zip(texts.joined(), finishes, strict=True)), found)
         return Response(reply.json_text(), media_type="application/json")
@@ -222,114 +219,3 @@ class Routes:
 
     def _card(self) -> ModelCard:
         return ModelCard(id=self._service.name, created=self._service.created)
-
-
-class _Stream:
-    """Answers as server-sent events."""
-
-    def __init__(self, pending: Pending, shape: Shape, read: int, with_usage: bool) -> None:
-        self._pending, self._shape = pending, shape
-        self._read, self._with_usage = read, with_usage
-
-    async def response(self, http: HttpRequest) -> Response:
-        """Once there is a first piece: what goes wrong before that has its own status."""
-        try:
-            first = await unless_gone(http, self._pending.next())
-        except BaseException:
-            self._pending.cancel()
-            raise
-        events = self._events(first, http)
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        return _Streaming(events, self._pending, media_type="text/event-stream", headers=headers)
-
-    async def _events(self, found: Any, http: HttpRequest) -> AsyncIterator[str]:
-        pending, shape = self._pending, self._shape
-        begun: set[int] = set()
-        try:
-            while found is not None:
-                index, piece = found
-                if index not in begun:
-                    begun.add(index)
-                    if (reply := shape.begin(index)) is not None:
-                        yield _event(reply)
-                if piece.text:
-                    yield _event(shape.text(index, piece.text))
-                if piece.finish is not None:
-                    yield _event(shape.end(index, piece.finish))
-                found = await pending.next()
-        except ServeError as error:
-            http.state.facts["error"] = error.code
-            yield f"data: {json.dumps(error.body())}\n\n"
-            return
-        if self._with_usage:
-            yield _event(shape.usage(usage(self._read, sum(pending.tokens), pending.stats)))
-        http.state.facts |= _facts(pending)
-        yield "data: [DONE]\n\n"
-
-
-class _Streaming(StreamingResponse):
-    """Cancels what is not waited for any more, however the stream ends."""
-
-    def __init__(self, events: AsyncIterator[str], pending: Pending, **more: Any) -> None:
-        super().__init__(events, **more)
-        self._pending = pending
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._pending.cancel()
-
-
-def _event(reply: Reply) -> str:
-    return f"data: {reply.json_text()}\n\n"
-
-
-def _facts(pending: Pending) -> dict[str, Any]:
-    """For the log."""
-    stats = pending.stats
-    finish = ",".join(str(finish) for finish in pending.finish)
-    tau = round(stats.tau, 4)
-    return {"completion_tokens": sum(pending.tokens), "finish": finish, "tau": tau}
-
-
-# --- what is wrong --------------------------------------------------------------------------
-
-
-async def _refused(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, ServeError)
-    http.state.facts["error"] = error.code
-    return JSONResponse(_ascii(error.body()), error.status, error.headers)
-
-
-async def _not_valid(http: HttpRequest, error: Exception) -> Response:
-    """What pydantic found, without what the client sent: that may be anything."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return await _refused(http, invalid("the body is not JSON"))
-    if first["type"] == "extra_forbidden":
-        message = f"unrecognized request argument supplied: {'.'.join(where)}"
-        return await _refused(http, invalid(message[:300], where[0][:100], "unknown_parameter"))
-    message = f"{'.'.join(where) or 'the body'}: {first['msg']}"
-    return await _refused(http, invalid(message[:300], where[0][:100] if where else None))
-
-
-async def _no_route(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    kind = SERVER if error.status_code >= 500 else "invalid_request_error"
-    headers = dict(error.headers or {})
-    path = http.url.path[:100]
-    message = {404: f"there is no {path}", 405: f"{path} takes another method"}.get(
-        error.status_code, "the body is not JSON"
-    )
-    return await _refused(http, ServeError(error.status_code, message, kind, headers=headers))
-
-
-def _ascii(body: dict[str, Any]) -> dict[str, Any]:
-    """Half surrogate pairs, which a client may send, replaced: they can't be encoded."""
-    cleaned: dict[str, Any] = json.loads(
-        json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-    )
-    return cleaned

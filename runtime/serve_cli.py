@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import click
 
+from forerun.errors import MissingDependencyError
+
+PACKAGES = ("fastapi", "uvicorn", "prometheus-client")
 PATH = click.Path(path_type=Path)
 SECONDS = click.FloatRange(0, min_open=True)
 
@@ -86,7 +90,10 @@ def serve_command(
     /health says whether it is well, /metrics is for Prometheus. Logs are JSON lines on standard
     error. SIGTERM finishes what was taken, and ends.
     """
-    from forerun.runtime.serve_process import Address, serve
+    for package in PACKAGES:
+        if importlib.util.find_spec(package.replace("-", "_")) is None:
+            raise MissingDependencyError(package, "serve", "forerun serve")
+    from forerun.runtime.serve_process import listen, serve
     from forerun.runtime.serve_service import ServeConfig, open_service
 
     config = ServeConfig(
@@ -104,4 +111,5 @@ def serve_command(
         api_keys=api_keys,
         capture=capture,
     )
-    serve(open_service(config, host), Address(host, port, drain_timeout))
+    with listen(host, port) as sock:  # first: loading takes its time
+        serve(open_service(config, host), sock, drain_timeout)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from forerun.errors import MissingDependencyError
-from forerun.runtime.loop import Stats
-from forerun.runtime.serve_scheduler import Observer, Order, Outcome, Scheduler
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-try:
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-except ImportError as error:
-    raise MissingDependencyError("prometheus-client", "serve", "forerun serve") from error
+from forerun.runtime.loop import Stats
+from forerun.runtime.serve_orders import Observer, Order, Outcome
+from forerun.runtime.serve_scheduler import Scheduler
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)

@@ -12,14 +12,8 @@ from starlette.requests import Request as HttpRequest
 from forerun.runtime.engine import Request
 from forerun.runtime.loop import FinishReason, Stats
 from forerun.runtime.serve_errors import FAILURES, ServeError, draining, queue_is_full
-from forerun.runtime.serve_scheduler import (
-    Closing,
-    Failure,
-    Order,
-    Piece,
-    QueueFull,
-    Scheduler,
-)
+from forerun.runtime.serve_orders import Closing, Failure, Order, Piece, QueueFull
+from forerun.runtime.serve_scheduler import Scheduler
 
 RETRY_SECONDS = 2
 Result = TypeVar("Result")

@@ -6,38 +6,19 @@ import asyncio
 import signal
 import socket
 import time
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
-from forerun.errors import ForerunError, MissingDependencyError
+import uvicorn
+
+from forerun.errors import ForerunError
 from forerun.runtime.serve_app import Service, create_app
 from forerun.runtime.serve_log import say
-
-try:
-    import uvicorn
-except ImportError as error:
-    raise MissingDependencyError("uvicorn", "serve", "forerun serve") from error
 
 POLL_SECONDS = 0.05
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where to listen, and how long an end may take."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0: any that is free."""
-    drain_seconds: float = 30.0
-
-
-def serve(service: Service, address: Address) -> None:
-    """Answers requests until a signal ends it; then those that were taken are finished first.
-
-    Raises ForerunError where the address can't be had.
-    """
-    sock = _listen(address)
+def serve(service: Service, sock: socket.socket, drain_seconds: float) -> None:
+    """Answers requests until a signal ends it; then those that were taken are finished first."""
     host, port = sock.getsockname()[:2]
     config = uvicorn.Config(
         create_app(service),
@@ -46,9 +27,9 @@ def serve(service: Service, address: Address) -> None:
         http="h11",  # the one that bounds headers
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=int(address.drain_seconds) + 1,
+        timeout_graceful_shutdown=int(drain_seconds) + 1,
     )
-    server = _Server(config, service, address.drain_seconds)
+    server = _Server(config, service, drain_seconds)
     service.scheduler.start()
     shown = f"[{host}]" if ":" in host else host
     say("listening", url=f"http://{shown}:{port}", model=service.name)
@@ -56,7 +37,6 @@ def serve(service: Service, address: Address) -> None:
         asyncio.run(server.serve([sock]))
     finally:
         service.scheduler.close()
-        sock.close()
         say("ended")
 
 
@@ -67,6 +47,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._scheduler, self._drain_seconds = service.scheduler, drain_seconds
         self._signals = 0
+        self._drainage: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -86,7 +67,7 @@ class _Server(uvicorn.Server):
     def _begin_to_drain(self, name: str) -> None:
         say("draining", signal=name, running=self._scheduler.busy, waiting=self._scheduler.waiting)
         self._scheduler.drain()
-        self._draining: Any = asyncio.ensure_future(self._drain())
+        self._drainage = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
         """The sockets stay open meanwhile, so that new requests are told."""
@@ -97,13 +78,15 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _listen(address: Address) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there (port 0: any that is free).
+
+    Raises ForerunError where the address can't be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((address.host, address.port), family=family)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
         raise ForerunError(
-            f"can't listen on {address.host} port {address.port}: {reason}: "
-            "choose another --host or --port"
+            f"can't listen on {host} port {port}: {error.strerror}: choose another --host or --port"
         ) from None

@@ -9,21 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from forerun.errors import MissingDependencyError
+from pydantic import BaseModel, ConfigDict, Field
+
 from forerun.runtime.sampling import SamplingParams
 from forerun.runtime.serve_errors import invalid
-
-try:
-    from pydantic import BaseModel, ConfigDict, Field
-except ImportError as error:
-    raise MissingDependencyError("pydantic", "serve", "forerun serve") from error
 
 COLDEST = 1e-5
 """Below this a temperature leaves the likeliest token alone, and overflows float32."""
 SEEDS = 1 << 64
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Text = Annotated[str, Field()]
 TokenId = Annotated[int, Field(ge=0, strict=True)]
 
 
@@ -162,8 +157,8 @@ class CompletionRequest(Asked):
     """`POST /v1/completions`: the target goes on with a raw text."""
 
     prompt: (
-        Text
-        | Annotated[list[Text], Field(min_length=1)]
+        str
+        | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )

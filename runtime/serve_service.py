@@ -13,7 +13,8 @@ from forerun.runtime.serve_app import Service
 from forerun.runtime.serve_auth import VARIABLE, read_keys
 from forerun.runtime.serve_log import Capture, log_to_stderr, say
 from forerun.runtime.serve_metrics import Metrics
-from forerun.runtime.serve_scheduler import Limits, Scheduler, draft_plan
+from forerun.runtime.serve_orders import Limits
+from forerun.runtime.serve_scheduler import Scheduler, draft_plan
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from forerun.runtime.model import Model, load
 from forerun.runtime.serve_app import Service, create_app
 from forerun.runtime.serve_auth import ApiKeys
 from forerun.runtime.serve_metrics import Metrics
-from forerun.runtime.serve_scheduler import Limits, Scheduler, draft_plan
+from forerun.runtime.serve_orders import Limits
+from forerun.runtime.serve_scheduler import Scheduler, draft_plan
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"

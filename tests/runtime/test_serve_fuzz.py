@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from forerun.runtime.model import load  # noqa: E402
-from forerun.runtime.serve_scheduler import Limits  # noqa: E402
+from forerun.runtime.serve_orders import Limits  # noqa: E402
 
 EXAMPLES = 60
 """Requests of a kind, of a route."""

@@ -20,7 +20,7 @@ from forerun.runtime.model import load  # noqa: E402
 from forerun.runtime.prompts import read_prompts  # noqa: E402
 from forerun.runtime.serve_auth import ApiKeys, read_keys  # noqa: E402
 from forerun.runtime.serve_log import Capture, JsonLines  # noqa: E402
-from forerun.runtime.serve_scheduler import Limits  # noqa: E402
+from forerun.runtime.serve_orders import Limits  # noqa: E402
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 TEXT = {"model": "tiny", "prompt": "hi", "max_tokens": 3}

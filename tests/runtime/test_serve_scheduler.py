@@ -14,17 +14,8 @@ from forerun.errors import ForerunError
 from forerun.runtime.engine import Request
 from forerun.runtime.model import Model, load
 from forerun.runtime.sampling import SamplingParams
-from forerun.runtime.serve_scheduler import (
-    FAILURES,
-    Closing,
-    Failure,
-    Limits,
-    Order,
-    Piece,
-    QueueFull,
-    Scheduler,
-    draft_plan,
-)
+from forerun.runtime.serve_orders import Closing, Failure, Limits, Order, Piece, QueueFull
+from forerun.runtime.serve_scheduler import FAILURES, Scheduler, draft_plan
 
 PROMPTS = [[3, 4, 5, 6, 3, 4, 0], [*range(40, 50)] * 3, [9, 8, 9, 8, 9, 8, 200], [7] * 120]
 
