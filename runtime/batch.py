@@ -79,9 +79,13 @@ class Rows:
         reading = self._engine.begin(request, self._largest > 1, row)
         self._rows[row] = _Row(number, job, reading)
 
-    def advance(self) -> list[Event]:
-        """Read one chunk of the prompt that joined first, then move all answers on by a step."""
-        return [*self._read(), *self._step()]
+    def advance(self) -> Iterator[Event]:
+        """Read one chunk of the prompt that joined first, then move all answers on by a step.
+
+        What the first gives is there before the second begins.
+        """
+        yield from self._read()
+        yield from self._step()
 
     def end(self, number: int) -> Stats:
         """End a job where it is, if it hasn't ended by itself; -> what it took.
