@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI
@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from forerun.errors import ForerunError
+from forerun.runtime.bundle import Bundle
 from forerun.runtime.chat import Messages, encode_prompt, encode_text
 from forerun.runtime.engine import Request
 from forerun.runtime.model import continuing
@@ -30,6 +31,7 @@ from forerun.runtime.serve_scheduler import Scheduler
 from forerun.runtime.serve_schema import Asked, ChatRequest, CompletionRequest
 from forerun.runtime.serve_stream import Stream, facts_of
 
+Prompt = TypeVar("Prompt", str, Messages)
 READERS = 2
 """Prompts that are rendered and tokenised at a time: that needs a core each."""
 UNLIMITED = 1 << 31
@@ -66,7 +68,7 @@ def create_app(service: Service) -> FastAPI:
     }
     app = FastAPI(title="forerun", docs_url=None, redoc_url=None, responses=errors)
     app.add_middleware(
-        Guard,  # type: ignore[arg-type]
+        Guard,
         keys=service.keys,
         max_body=service.max_body,
         counted=service.metrics.request,
@@ -98,7 +100,7 @@ class Routes:
         """Answers chat messages."""
         self._check(asked)
         messages = [message.turn() for message in asked.messages]
-        prompts = [await self._encoded(messages, "messages")]
+        prompts = [await self._chat_ids(messages)]
         return await self._answer(asked, prompts, asked.room(), http, chat=True)
 
     async def completions(self, asked: CompletionRequest, http: HttpRequest) -> Response:
@@ -107,7 +109,7 @@ class Routes:
         given = asked.prompts()
         if len(given) * (asked.n or 1) > self._scheduler.most:
             raise invalid("more prompts than this server holds at a time: send fewer", "prompt")
-        prompts = [await self._encoded(prompt, "prompt") for prompt in given]
+        prompts = [await self._text_ids(prompt) for prompt in given]
         return await self._answer(asked, prompts, asked.room(), http, chat=False)
 
     async def models(self) -> ModelList:
@@ -170,36 +172,41 @@ class Routes:
         params = [asked.params(seed + index, vocabulary) for index in range(asked.n or 1)]
         return [continuing(prompt, room, one) for prompt in prompts for one in params]
 
-    async def _encoded(self, prompt: str | list[int] | Messages, param: str) -> list[int]:
-        """A prompt's ids, computed where they hold up nobody else."""
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            ids = self._checked_ids([*map(int, prompt)])  # type: ignore[call-overload]
-        else:
-            try:
-                ids = await to_thread.run_sync(self._encode, prompt, limiter=self._service.readers)
-            except ForerunError as error:
-                raise invalid(str(error), param) from None
+    async def _chat_ids(self, messages: Messages) -> list[int]:
+        if self._bundle.chat_template is None:
+            raise invalid("this model has no chat template: use /v1/completions", "messages")
+        return await self._encoded(encode_prompt, messages, "messages")
+
+    async def _text_ids(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return await self._encoded(encode_text, prompt, "prompt")
+        if max(prompt) >= self._bundle.manifest.target.vocab_size:
+            raise invalid(f"token id {max(prompt)} is beyond the vocabulary", "prompt")
+        return self._fitting(prompt, "prompt")
+
+    async def _encoded(
+        self, encode: Callable[[Bundle, Prompt], list[int]], prompt: Prompt, param: str
+    ) -> list[int]:
+        """A prompt's ids, computed where they hold up nobody else; captured if that is asked."""
+
+        def read() -> list[int]:
+            ids = self._fitting(encode(self._bundle, prompt), param)
+            if self._service.capture is not None:
+                self._service.capture.write(prompt)
+            return ids
+
+        try:
+            return await to_thread.run_sync(read, limiter=self._service.readers)
+        except ForerunError as error:
+            raise invalid(str(error), param) from None
+
+    def _fitting(self, ids: list[int], param: str) -> list[int]:
         if len(ids) > self._service.max_prompt:
             raise invalid(
                 f"the prompt has {len(ids)} tokens; this server takes {self._service.max_prompt}",
                 param,
                 "context_length_exceeded",
             )
-        return ids
-
-    def _encode(self, prompt: str | Messages) -> list[int]:
-        """Chat through the template, a text as it is; captured where that is asked for."""
-        is_text = isinstance(prompt, str)
-        if not is_text and self._bundle.chat_template is None:
-            raise ForerunError("this model has no chat template: use /v1/completions")
-        ids = encode_text(self._bundle, prompt) if is_text else encode_prompt(self._bundle, prompt)
-        if self._service.capture is not None and len(ids) <= self._service.max_prompt:
-            self._service.capture.write(prompt)
-        return ids
-
-    def _checked_ids(self, ids: list[int]) -> list[int]:
-        if max(ids) >= self._bundle.manifest.target.vocab_size:
-            raise invalid(f"token id {max(ids)} is beyond the vocabulary", "prompt")
         return ids
 
     def _check(self, asked: Asked) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 INVALID, SERVER = "invalid_request_error", "server_error"
 
 
-@dataclass
+@dataclass(eq=False)
 class ServeError(Exception):
     """An answer with an HTTP status that is no success."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -48,7 +48,8 @@ class Pending:
             return None
         index, piece = await self._queue.get()
         if isinstance(piece, Failure):
-            raise FAILURES.get(piece.why, FAILURES["engine"])
+            # A new one each time: tracebacks gather on an exception that is raised again.
+            raise replace(FAILURES.get(piece.why, FAILURES["engine"]))
         self.tokens[index] = piece.tokens
         if piece.finish is not None:
             self.finish[index] = piece.finish

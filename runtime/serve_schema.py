@@ -183,8 +183,8 @@ class CompletionRequest(Asked):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [[int(token) for token in self.prompt]]  # type: ignore[arg-type]
-        return [*self.prompt]  # type: ignore[list-item]
+            return [[int(token) for token in self.prompt]]
+        return [*self.prompt]
 
 
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
