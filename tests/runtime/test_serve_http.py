@@ -24,7 +24,7 @@ from forerun.runtime.serve_orders import Limits  # noqa: E402
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 TEXT = {"model": "tiny", "prompt": "hi", "max_tokens": 3}
-MAX_BODY = 20_000
+MAX_BODY = 300_000
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_what_is_no_request_at_all(server: Any, path: str, content: bytes, statu
 def test_a_body_of_unknown_length_is_cut_off_as_well(server: Any) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(100):
-            yield b" " * 1000
+            yield b" " * 10_000
 
     reply = httpx.post(
         f"{server.url}/v1/completions",
