@@ -53,6 +53,9 @@ COMMANDS = {
         "forerun.runtime.cli:verify_command", "Certify that a bundle is lossless on this machine."
     ),
     "inspect": LazyCommand("forerun.runtime.cli:inspect_command", "Print what a bundle holds."),
+    "serve": LazyCommand(
+        "forerun.runtime.serve_cli:serve_command", "Serve a bundle with OpenAI's API."
+    ),
     "doctor": LazyCommand(
         "forerun.runtime.cli:doctor_command", "Say what this machine can build and run."
     ),
@@ -104,7 +107,7 @@ class LazyGroup(click.Group):
             if not error.name or error.name.partition(".")[0] == "forerun":
                 raise
             line = f"error: the package {error.name!r} is not installed: install the extra"
-            _fail(ctx, f"{line} of forerun that brings it (cpu, cuda, compile, rtx, trt)", 1)
+            _fail(ctx, f"{line} of forerun that brings it (cpu, cuda, compile, rtx, trt, serve)", 1)
         except KeyboardInterrupt:
             _fail(ctx, "interrupted", 130)
 

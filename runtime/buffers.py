@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -165,6 +166,28 @@ class Buffers:
             for name in self.layout.states:
                 state[name] = alone.zeros(name, slots=self.slots)
         return alone
+
+    def follow(self, whole: Buffers, row: int) -> None:
+        """What `row` gave, after the whole has grown: its caches anew, its own state kept."""
+        self.slots, self.prefill = whole.slots, None
+        self.caches = {name: buffer[row : row + 1] for name, buffer in whole.caches.items()}
+        for state in self.sets:
+            for name in self.layout.states:
+                state[name] = self._grown(name, self.slots, state[name])
+
+    def first(self, rows: int) -> Buffers:
+        """The first rows alone: everything is shared, but for the size."""
+        part = copy(self)
+        part.rows = rows
+        part.fixed, part.caches = (
+            {name: buffer[:rows] for name, buffer in named.items()}
+            for named in (self.fixed, self.caches)
+        )
+        part.sets = [
+            {name: buffer[:rows] for name, buffer in state.items() if name != RESULT}
+            for state in self.sets
+        ]
+        return part
 
     def clear(self) -> None:
         """Forget the drafter's state that isn't in caches."""

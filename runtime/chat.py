@@ -37,11 +37,22 @@ def encode_prompt(bundle: Bundle, prompt: str | Messages) -> list[int]:
     if bundle.chat_template is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         text = render_chat(bundle.chat_template, messages, target.bos_token, target.eos_token)
-        bos = None
-    elif isinstance(prompt, str):
-        text, bos = prompt, target.bos_token if target.add_bos else None
-    else:
-        raise ForerunError(f"{bundle.path}: no chat template in the bundle: give a plain prompt")
+        return _encode(bundle, text, None)
+    if isinstance(prompt, str):
+        return encode_text(bundle, prompt)
+    raise ForerunError(f"{bundle.path}: no chat template in the bundle: give a plain prompt")
+
+
+def encode_text(bundle: Bundle, text: str) -> list[int]:
+    """The ids of a raw text that the target is to go on with, whether or not there is a template.
+
+    Raises ForerunError for a text of no tokens.
+    """
+    target = bundle.manifest.target
+    return _encode(bundle, text, target.bos_token if target.add_bos else None)
+
+
+def _encode(bundle: Bundle, text: str, bos: str | None) -> list[int]:
     try:
         ids: list[int] = bundle.tokenizer.encode(text, add_special_tokens=False).ids
     except (UnicodeError, TypeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,18 @@ class Engine(Protocol):
         """Forget the row's request, read the prompt in chunks, return the first token.
 
         `nodes` is the size of the tree to draft (1: none).
+        """
+
+    def begin(self, request: Request, remembers: bool, row: int = 0) -> Any:
+        """As `prefill`, but nothing is read yet: -> what `read` takes.
+
+        The drafter `remembers` what is read where the request may be decoded with drafts.
+        """
+
+    def read(self, reading: Any, nodes: int) -> list[int] | None:
+        """Read the next chunk of a prompt; -> after the last what `prefill` gives, else None.
+
+        Steps of the other rows may lie between chunks. A prompt is given up by `release`.
         """
 
     def step(self, nodes: int) -> list[list[int]]:

@@ -45,12 +45,12 @@ class OrtEngine(StepEngine):
 
     def launch(self, nodes: int) -> Ticket:
         """One launch for all rows. Where the drafter proposed nothing, only roots are verified."""
-        here = self.buffers.sets[self.turn]
-        positions = here["length"] + here["pending_count"]
+        here, span = self.buffers.sets[self.turn], self.span
+        positions = (here["length"] + here["pending_count"])[:span]
         # A root's own position: a step commits what follows it.
-        live = positions + 1 < self.buffers.fixed["limit"]
+        live = positions + 1 < self.buffers.fixed["limit"][:span]
         if not live.any():
-            return np.zeros_like(here[RESULT])
+            return span, np.zeros_like(here[RESULT])
         if self.drafted > 1 and not self._has_draft(here, live):
             self.drop_draft()
         self._grow(int(positions.max()) + self.drafted + self.manifest.pending)
@@ -60,7 +60,7 @@ class OrtEngine(StepEngine):
         return open_session(bundle, session_options(threads))
 
     def _has_draft(self, state: dict[str, Array], live: Array) -> bool:
-        return bool((state[f"tokens_{self.drafted}"][live, 1:] >= 0).any())
+        return bool((state[f"tokens_{self.drafted}"][: live.size][live, 1:] >= 0).any())
 
     def _bind(self, inputs: Named, outputs: Named, nodes: int, again: bool) -> Any:
         return bind(self.session, inputs, outputs)

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.runtime.buffers import Array, Buffer, Buffers, Layout, Memory
-from forerun.runtime.engine import Request
-from forerun.runtime.engine_step import Named, StepEngine
+from forerun.runtime.engine_step import Named, Reading, StepEngine
 from forerun.runtime.tree import Tree
 
 NO_TOKEN = -1
@@ -42,12 +41,17 @@ class PinnedEngine(StepEngine):
         capacity, chunk = self.manifest.capacity, self.manifest.chunk
         self.context = min(self.context, capacity // chunk * chunk)
 
-    def prefill(self, request: Request, nodes: int, row: int = 0) -> list[int]:
-        """As any engine's. It drafts the default tree; where another is asked for, the first step
+    @property
+    def span(self) -> int:
+        """All rows, whoever has a request."""
+        return self.rows
+
+    def _joined(self, reading: Reading, nodes: int, committed: list[int]) -> list[int]:
+        """As any engine's. It drafted the default tree; where another is asked for, the first step
         verifies one that has nothing but its root."""
-        first = super().prefill(request, nodes, row)
+        first = super()._joined(reading, nodes, committed)
         if nodes != int(self.manifest.default_tree) and first:
-            self._bare_tree(nodes, first[0], row)
+            self._bare_tree(nodes, first[0], reading.row)
         return first
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> NDArray[np.float32]:
@@ -140,6 +144,6 @@ class PinnedEngine(StepEngine):
         prefill: Prefill = alone.prefill
         return prefill
 
-    def _binding(self, verified: int, nodes: int) -> Any:
+    def _binding(self, verified: int, nodes: int, span: int) -> Any:
         assert verified == nodes, "a step drafts as many nodes as it verifies"
-        return super()._binding(verified, nodes)
+        return super()._binding(verified, nodes, span)

@@ -1,66 +1,60 @@
-"""What all engines share: requests, rows, chunks and turns, over any memory.
+"""What all engines share: requests, rows and the chunks of their prompts, over any memory.
 
 A subclass says where buffers lie (`Memory`), how a step is bound to them once, and how it is
-launched. Caches are written in place (input and output share an address). All other state
-ping-pongs between two sets of buffers: a step reads one and writes the other, so that it has two
-bindings for each pair of tree sizes, and may be launched again without harm.
+launched; `forerun.runtime.engine_bind` says what it is bound to.
 """
 
 from __future__ import annotations
 
 import statistics
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import ForerunError
-from forerun.runtime.buffers import RESULT, TREE, Array, Buffer, Buffers, Layout, Memory, Ticket
+from forerun.runtime.buffers import RESULT, Buffers, Layout, Memory, Ticket
 from forerun.runtime.engine import GREEDY, Request
+from forerun.runtime.engine_bind import BoundStep, Named
 from forerun.runtime.sampling import SamplingParams, uniform_tables
 from forerun.runtime.tree import Tree
 
-Named = dict[str, Buffer]
+__all__ = ["Named", "Reading", "StepEngine"]
 
 
-class StepEngine(ABC):
+@dataclass
+class Reading:
+    """A prompt on its way into a row, chunk by chunk."""
+
+    row: int
+    request: Request
+    prompt: NDArray[np.int64]
+    start: int = 0
+    """Tokens that were read."""
+    turn: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it was read."""
+        return self.start >= self.prompt.size
+
+
+class StepEngine(BoundStep):
     """A bundle's step, loaded, for `rows` requests side by side."""
-
-    ahead = 0
-    """Steps that may be launched before the tokens of the one before them are read."""
 
     def __init__(self, layout: Layout, memory: Memory, rows: int, bucket: int) -> None:
         """Cache slots are added in multiples of `bucket`, which may be the whole capacity."""
-        self.manifest, self.layout, self.memory, self.rows = layout.manifest, layout, memory, rows
-        self.room = max(map(int, self.manifest.trees)) + self.manifest.pending
-        self.context = self.manifest.capacity - self.room
-        self.turn, self.drafted, self.verified = 0, 1, 1
+        super().__init__(layout, memory, rows, bucket)
         self.params: list[SamplingParams] = [GREEDY] * rows
+        self.live: set[int] = set()
         self.remembers = False
-        self.remembering = memory.load(np.zeros((), np.bool_))  # bound by address
-        self.buffers, self.bucket = Buffers(layout, memory, rows), bucket
-        self.alone: dict[int, Buffers] = {}
-        self.bindings: dict[tuple[int, int, int], Any] = {}
-        self._grow(bucket)
 
     @property
     def seconds(self) -> float:
         """Time spent inside the engine so far."""
         return self.memory.seconds
-
-    # --- what a subclass does ---------------------------------------------------------------
-
-    @abstractmethod
-    def _bind(self, inputs: Named, outputs: Named, nodes: int, again: bool) -> Any:
-        """A step of these buffers that drafts `nodes` nodes, ready to be launched; `again` and
-        again, or just once."""
-
-    @abstractmethod
-    def _launch(self, bound: Any) -> None:
-        """Launch what `_bind` gave."""
 
     # --- the loop's calls -------------------------------------------------------------------
 
@@ -69,47 +63,72 @@ class StepEngine(ABC):
 
         Rows that are being decoded draft trees of one size, so `nodes` must be theirs.
         """
-        prompt = np.asarray(request.prompt, np.int64)
-        alone = self._begin(prompt.size, request, row, nodes)
-        self._remember(self.remembers or nodes > 1)
+        reading = self.begin(request, nodes > 1, row, nodes)
         self.memory.begin()
-        turn, size = 0, self.manifest.chunk
-        for start in range(0, prompt.size, size):
-            chunk = prompt[start : start + size]
-            after = prompt[start + chunk.size : start + chunk.size + 1]
-            drafts = nodes if after.size == 0 else 1
-            self._launch(self._chunk(alone, turn, chunk, start, [chunk.size - 1], drafts, after))
-            turn = 1 - turn
-        self.buffers.put(row, self.turn, alone.sets[turn])
-        self.drafted = nodes
-        result = self.memory.receive(self.memory.send(alone.sets[turn][RESULT]))
-        return alone.committed(result)[0]
+        while not reading.done:
+            self._read(reading, nodes)
+        return self._joined(reading, nodes, self._received(reading))
+
+    def begin(self, request: Request, remembers: bool, row: int = 0, nodes: int = 1) -> Reading:
+        """As `prefill`, but nothing is read yet: `read` does that chunk by chunk.
+
+        The other rows may be stepped in between. The drafter `remembers` what is read if the
+        request may be decoded with drafts later.
+        """
+        prompt = np.asarray(request.prompt, np.int64)
+        self._begin(prompt.size, request, row, nodes)
+        self._remember(self.remembers or remembers)
+        reading = Reading(row, request, prompt)
+        self._clear_of(reading)
+        return reading
+
+    def read(self, reading: Reading, nodes: int) -> list[int] | None:
+        """Read the next chunk; -> after the last one what `prefill` gives, else None.
+
+        `nodes` is the size of the tree that the other rows have drafted.
+        """
+        self.memory.begin()
+        self._read(reading, nodes)
+        committed = self._received(reading)
+        return self._joined(reading, nodes, committed) if reading.done else None
 
     def step(self, nodes: int) -> list[list[int]]:
         """One launch for all rows, and its tokens."""
         return self.wait(self.launch(nodes))
 
     def launch(self, nodes: int) -> Ticket:
-        """Launch a step: its tokens are there later."""
-        bound = self._binding(self.drafted, nodes)
+        """Launch a step: its tokens are there later.
+
+        Rows above the last one that has a request are left out of it.
+        """
+        span = self.span
+        bound = self._binding(self.drafted, nodes, span)
         self.memory.begin()
         self._launch(bound)
         self.turn, self.verified, self.drafted = 1 - self.turn, self.drafted, nodes
-        return self.memory.send(self.buffers.sets[self.turn][RESULT])
+        return span, self.memory.send(self.buffers.sets[self.turn][RESULT])
 
     def wait(self, ticket: Ticket) -> list[list[int]]:
         """The tokens of a launched step, once they are there."""
-        return self.buffers.committed(self.memory.receive(ticket))
+        span, result = ticket
+        rows = self.buffers.committed(self.memory.receive(result))
+        return [tokens if row < span else [] for row, tokens in enumerate(rows)]
+
+    @property
+    def span(self) -> int:
+        """The rows that a step computes: the first ones, up to the last that has a request."""
+        return max(self.live, default=0) + 1
 
     def release(self, row: int) -> None:
         """The row commits nothing more until its next prefill."""
         self.params[row] = GREEDY
+        self.live.discard(row)
         self._fix(self.buffers, row, "limit", 0)
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> NDArray[np.float32]:
         """Logits `[n, V]` after each token, read in pieces of `chunk` tokens (None: prefill's)."""
         ids, size = np.asarray(tokens, np.int64), chunk or self.manifest.chunk
-        alone = self._begin(ids.size, Request(tokens, ids.size + 1), 0, 1)
+        alone = self._begin(ids.size, Request(tokens, ids.size + 1), 0)
         parts = []
         for turn, start in enumerate(range(0, ids.size, size)):
             piece = ids[start : start + size]
@@ -145,7 +164,7 @@ class StepEngine(ABC):
         here = self.buffers.sets[self.turn]
         # As if so many tokens were in the caches: it is their number that costs.
         self.memory.write(here["length"], np.full(self.rows, context, np.int64))
-        bound = self._binding(verified, nodes)
+        bound = self._binding(verified, nodes, self.rows)
         times = []
         for _ in range(launches):
             before = self.seconds
@@ -162,8 +181,11 @@ class StepEngine(ABC):
 
     # --- requests and buffers ---------------------------------------------------------------
 
-    def _begin(self, length: int, request: Request, row: int, nodes: int) -> Buffers:
-        """Check the request against the context, set its parameters, forget the one before."""
+    def _begin(self, length: int, request: Request, row: int, nodes: int = 1) -> Buffers:
+        """Check the request against the context, set its parameters, forget the one before.
+
+        Steps leave the row alone until it has joined them: its limit there stays 0.
+        """
         if not 0 < length <= self.context:
             raise ForerunError(
                 f"the prompt has {length} tokens; this bundle takes 1 to {self.context}: "
@@ -173,12 +195,13 @@ class StepEngine(ABC):
         slots = length + nodes + self.manifest.pending
         if self.rows == 1 and self.buffers.slots > 2 * max(slots, self.bucket):
             # A long request is over: what comes after it needn't attend to so many slots.
-            self.buffers = Buffers(self.layout, self.memory, 1)
+            self.buffers, self.alone = Buffers(self.layout, self.memory, 1), {}
+        self.release(row)
         self._grow(slots)
         alone = self.alone.get(row) or self.alone.setdefault(row, self.buffers.row(row))
         alone.clear()
+        self._fix(alone, 0, "limit", min(request.limit, self.context))
         values: dict[str, Any] = {
-            "limit": min(request.limit, self.context),
             "temperature": params.temperature,
             "top_k": params.top_k,
             "top_p": params.top_p,
@@ -194,128 +217,38 @@ class StepEngine(ABC):
             self._remember(False)
         return alone
 
-    def _fix(self, buffers: Buffers, row: int, name: str, value: Any) -> None:
-        """Set what a request fixes for one row."""
-        kind = np.int64 if name in ("limit", "top_k") else np.float32
-        self.memory.write(buffers.fixed[name][row : row + 1], np.asarray([value], kind))
+    def _read(self, reading: Reading, nodes: int) -> None:
+        """Launch the next chunk of a prompt."""
+        size, start, alone = self.manifest.chunk, reading.start, self.alone[reading.row]
+        chunk = reading.prompt[start : start + size]
+        after = reading.prompt[start + chunk.size : start + chunk.size + 1]
+        drafts = nodes if after.size == 0 else 1
+        last = [chunk.size - 1]
+        self._launch(self._chunk(alone, reading.turn, chunk, start, last, drafts, after))
+        reading.start, reading.turn = start + chunk.size, 1 - reading.turn
+        self._clear_of(reading)
+
+    def _received(self, reading: Reading) -> list[int]:
+        """What the last launch for `reading` committed."""
+        alone = self.alone[reading.row]
+        ticket = self.memory.send(alone.sets[reading.turn][RESULT])
+        return alone.committed(self.memory.receive(ticket))[0]
+
+    def _joined(self, reading: Reading, nodes: int, committed: list[int]) -> list[int]:
+        """From here on the row takes part in steps."""
+        row = reading.row
+        self.buffers.put(row, self.turn, self.alone[row].sets[reading.turn])
+        self._fix(self.buffers, row, "limit", min(reading.request.limit, self.context))
+        self.drafted = nodes
+        self.live.add(row)
+        return committed
+
+    def _clear_of(self, reading: Reading) -> None:
+        """Steps of other rows write into this one's caches too: behind what was read."""
+        for here in self.buffers.sets:
+            self._place(here, reading.start, reading.row)
 
     def _remember(self, remembers: bool) -> None:
         if remembers != self.remembers:
             self.remembers = remembers
             self.memory.write(self.remembering, np.asarray(remembers))
-
-    def _grow(self, slots: int) -> None:
-        """Make room for `slots` cache slots; bindings to the old buffers are dropped."""
-        if slots > self.buffers.slots:
-            self.buffers.grow(-(-slots // self.bucket) * self.bucket)
-            self.bindings, self.alone = {}, {}
-
-    # --- launching --------------------------------------------------------------------------
-
-    def _chunk(
-        self,
-        alone: Buffers,
-        turn: int,
-        chunk: Array,
-        start: int,
-        verify: Sequence[int],
-        nodes: int,
-        following: Sequence[int] | Array = (),
-        logits: Buffer | None = None,
-    ) -> Any:
-        """Bind a prefill of `chunk` at slot `start`: a chain, of which `verify` is verified.
-
-        `following` is the prompt's next token, where there is one.
-        """
-        here, load = alone.sets[turn], self.memory.load
-        self._place(here, start)
-        given = {
-            "tokens": load(chunk[None]),
-            "pending": alone.zeros("pending", pending_in=0),
-            "forced": load(np.asarray([*following, -1][:1], np.int64)),
-            **self._tree(Tree.chain(chunk.size), np.asarray(verify, np.int64), 1),
-        }
-        return self._bound(alone, turn, given, nodes, logits)
-
-    def _logits(
-        self, alone: Buffers, turn: int, piece: Array, start: int, verify: Sequence[int]
-    ) -> NDArray[np.float32]:
-        """`[n, V]`: the logits of the nodes `verify` of one chunk."""
-        shape = (1, len(verify), self.manifest.target.vocab_size)
-        logits = self.memory.load(np.zeros(shape, np.float32))
-        self._launch(self._chunk(alone, turn, piece, start, verify, 1, logits=logits))
-        found: NDArray[np.float32] = self.memory.read(logits)[0]
-        return found
-
-    def _place(self, here: Named, start: int) -> None:
-        """A prefill's chunk begins at `start`, with nothing pending."""
-        self.memory.write(here["length"], np.asarray([start], np.int64))
-        self.memory.write(here["pending_count"], np.zeros(1, np.int64))
-
-    def _binding(self, verified: int, nodes: int) -> Any:
-        """The binding for this turn of a step that verifies and drafts these many nodes."""
-        key = (self.turn, verified, nodes)
-        if key not in self.bindings:
-            here, tree = self.buffers.sets[self.turn], self.manifest.trees[str(verified)]
-            given = {
-                "tokens": here[f"tokens_{verified}"],
-                "forced": self.memory.load(np.full(self.rows, -1, np.int64)),
-            }
-            if tree is None:
-                given |= {name: here[f"{name}_{verified}"] for name in TREE}
-                given["verify"] = self.memory.load(np.arange(verified))
-            else:
-                given |= self._tree(tree, np.arange(verified), self.rows)
-            self.bindings[key] = self._bound(self.buffers, self.turn, given, nodes, again=True)
-        return self.bindings[key]
-
-    def _tree(self, tree: Tree, verify: NDArray[np.int64], rows: int) -> Named:
-        """The step's inputs that describe a tree whose nodes `verify` `[R]` are verified."""
-        load, parents = self.memory.load, np.maximum(tree.parents, 0)[: verify.size]
-        return {
-            "depth": load(np.tile(tree.depths[None], (rows, 1))),
-            "ancestors": load(np.tile(tree.ancestors[None], (rows, 1, 1))),
-            "verify": load(verify),
-            "parents": load(np.tile(parents[None], (rows, 1))),
-        }
-
-    def _bound(
-        self,
-        buffers: Buffers,
-        turn: int,
-        given: Named,
-        nodes: int,
-        logits: Buffer | None = None,
-        again: bool = False,
-    ) -> Any:
-        """A step of `buffers` that drafts `nodes` nodes, bound to every input and output by name.
-
-        Only the inputs of the layout are among them.
-        """
-        here, there = buffers.sets[turn], buffers.sets[1 - turn]
-        tree = self.manifest.trees[str(nodes)]
-        slots = np.asarray(range(nodes) if tree is None else tree.slots, np.int64)
-        inputs = {
-            **buffers.fixed,
-            **here,
-            **buffers.caches,
-            **given,
-            "slots": self.memory.load(slots),
-            "remembering": self.remembering,
-            "drafting": self.memory.load(np.asarray(nodes > 1)),
-        }
-        outputs = {
-            "emitted": there["emitted"],
-            "count": there["pending_count"],
-            "next_tokens": there[f"tokens_{nodes}"],
-            "next_length": there["length"],
-            "next_pending": there["pending"],
-            **{f"new_{name}": cache for name, cache in buffers.caches.items()},
-            **{f"new_{name}": there[name] for name in self.layout.states},
-        }
-        if tree is None:
-            outputs |= {f"next_{name}": there[f"{name}_{nodes}"] for name in TREE}
-        if logits is not None:
-            outputs["logits"] = logits
-        taken = {name: inputs[name] for name in self.layout.inputs}
-        return self._bind(taken, outputs, nodes, again)

@@ -83,35 +83,26 @@ class Stats:
 
 
 class Answering:
-    """One request in a row of `engine`: cuts what its steps commit, and counts.
-
-    Raises what the engine raises for the request.
-    """
+    """One request in a row of `engine`, once its prompt was read: cuts what the row commits, and
+    counts."""
 
     def __init__(
         self,
         engine: Engine,
         request: Request,
-        pace: Pace,
         stop_ids: Collection[int],
-        row: int = 0,
-        busy: int = 1,
+        committed: Sequence[int],
+        prefill_seconds: float,
     ) -> None:
-        """`busy` requests are being decoded, this one among them."""
+        """`committed` is what the prefill gave."""
         self._engine, self._stop_ids = engine, frozenset(stop_ids)
         self._room = request.limit - len(request.prompt)
         self._tokens, self._counts = 0, Counter[int]()
         self.context = len(request.prompt)
         """Tokens of the prompt and of the answer until now."""
         self._trace: list[int] = []
-        # The engine may commit a block beyond the limit: cut on the device, it would lower tau.
-        ample = replace(request, limit=request.limit + pace.largest)
-        # All rows' trees are of one size: who joins others takes theirs.
-        nodes = pace.begin(len(request.prompt)) if busy == 1 else engine.drafted
-        start = time.perf_counter()
-        committed = engine.prefill(ample, nodes, row)
         self._begin, self._inside = time.perf_counter(), engine.seconds
-        self._prefill_seconds = self._begin - start
+        self._prefill_seconds = prefill_seconds
         self.first = self._cut(committed)
         """What the prefill gave."""
 
@@ -162,7 +153,10 @@ class Decoding(Iterator[Block]):
     def _run(
         self, engine: Engine, request: Request, pace: Pace, stop_ids: Collection[int]
     ) -> Generator[Block]:
-        answering = Answering(engine, request, pace, stop_ids)
+        start, first = time.perf_counter(), pace.begin(len(request.prompt))
+        committed = engine.prefill(ample(request, pace.largest), first, 0)
+        seconds = time.perf_counter() - start
+        answering = Answering(engine, request, stop_ids, committed, seconds)
         try:
             block, steps = answering.first, Steps(engine, pace)
             yield block
@@ -182,6 +176,12 @@ def decode(
     context is full ("length"). What the engine raises for a request comes with the first block.
     """
     return Decoding(engine, request, as_pace(nodes), stop_ids)
+
+
+def ample(request: Request, nodes: int) -> Request:
+    """The request with room for a step's block beyond its limit: cut on the device, a block would
+    lower tau."""
+    return replace(request, limit=request.limit + nodes)
 
 
 def cut(committed: Sequence[int], room: int, stop_ids: Collection[int]) -> Block:

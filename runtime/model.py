@@ -59,6 +59,11 @@ class Answer:
         self._text.append(text)
         return text
 
+    @property
+    def tokens(self) -> int:
+        """How many there are so far."""
+        return len(self._token_ids)
+
     def completion(self, stats: Stats) -> Completion:
         """What there is."""
         finish = self.finish or "cancelled"
@@ -169,7 +174,7 @@ class Model:
         for place, prompt in enumerate(prompts):
             try:
                 ids = encode_prompt(self.bundle, prompt)
-                request = _request(ids, limits[place], every[place])
+                request = continuing(ids, limits[place], every[place])
             except ForerunError as error:
                 results[place] = error
                 continue
@@ -213,7 +218,7 @@ class Model:
         stop: Sequence[str] = (),
     ) -> Stream:
         """As `stream`, for a prompt of token ids and a tree of so many nodes, or a pace."""
-        request = _request(ids, max_new_tokens, params)
+        request = continuing(ids, max_new_tokens, params)
         stop_ids = self.bundle.manifest.target.stop_ids
         return Stream(self, decode(self.engine, request, nodes, stop_ids), stop)
 
@@ -243,7 +248,8 @@ def load(path: str | Path, threads: int | None = None, rows: int = 1) -> Model:
     return Model(bundle, load_engine(bundle, threads, rows))
 
 
-def _request(ids: Sequence[int], max_new_tokens: int, params: SamplingParams) -> Request:
+def continuing(ids: Sequence[int], max_new_tokens: int, params: SamplingParams) -> Request:
+    """The request for so many new tokens; raises ForerunError for none."""
     if max_new_tokens < 1:
         raise ForerunError(f"max_new_tokens is {max_new_tokens}: ask for at least one token")
     return Request(ids, len(ids) + max_new_tokens, params)

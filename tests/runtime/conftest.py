@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,22 @@ from forerun.runtime.manifest import (
     Manifest,
     TargetFacts,
 )
+from forerun.runtime.pace import Planned
+from forerun.runtime.plan import Choice, Plan
 from forerun.runtime.tree import Tree
+
+
+def by_rows(*nodes: int) -> Planned:
+    """A pace that drafts trees of `nodes[i]` nodes for i + 1 busy rows."""
+    choices = (Choice(rows, 1, size, 1.0, 0.0) for rows, size in enumerate(nodes, start=1))
+    return Planned(Plan("a machine", None, 1, 1, tuple(choices)))
+
+
+@pytest.fixture(scope="session")
+def paced_by_rows() -> Callable[..., Planned]:
+    """`by_rows`."""
+    return by_rows
+
 
 CORPUS = ["hello world, naïve café — 世界 \U0001f600 party \U0001f389\U0001f389 int main() {\n\t}"]
 
@@ -211,3 +227,23 @@ def bundle_folder(tmp_path: Path, manifest: Manifest) -> Path:
     (folder / "golden" / "inputs.npz").write_bytes(b"golden")
     write_manifest(folder, manifest)
     return folder
+
+
+@pytest.fixture(scope="session")
+def serving() -> Any:
+    """The module `serving.py` beside this one: pytest's importlib mode has no packages of tests."""
+    for package in ("fastapi", "uvicorn", "openai", "prometheus_client"):
+        pytest.importorskip(package)
+    path = Path(__file__).with_name("serving.py")
+    spec = importlib.util.spec_from_file_location("serving", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def chat_bundle(once: Callable[..., Path], serving: Any, tiny_combined_bundle: Path) -> Path:
+    """A tiny bundle with a chat template."""
+    return once("tiny-chat", lambda folder: serving.write_chat_bundle(folder, tiny_combined_bundle))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import ForerunError
-from forerun.runtime.batch import BatchDecoding, Job, decode_batch
+from forerun.runtime.batch import BatchDecoding, Job, Rows, decode_batch
 from forerun.runtime.bundle import load_bundle
 from forerun.runtime.engine import Request, load_engine
 from forerun.runtime.loop import Block, decode
@@ -171,13 +171,86 @@ def test_jobs_are_taken_as_rows_get_free(engines: tuple[Any, Any, Any, int]) -> 
 
     decoding = decode_batch(engine, stream(), nodes)
     next(decoding)
-    assert taken == [0]
+    assert taken == [*range(engine.rows)]
     decoding.close()
     assert list(decoding) == []
     # Nothing is left of it: the next requests are answered as ever.
     assert collect(decode_batch(engine, jobs(), nodes)) == {
         number: alone(one, job, nodes) for number, job in enumerate(jobs())
     }
+
+
+# --- prompts read between steps ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.8, seed=3)])
+@pytest.mark.parametrize("prompt", [[9] * 16, [*range(40)], [*LOOP, 1], [6, 7] * 70])
+def test_a_prompt_read_between_steps_changes_no_token(
+    engines: tuple[Any, Any, Any, int], prompt: list[int], params: SamplingParams
+) -> None:
+    """Two steps of another row after each chunk; the cache grows on the way."""
+    one, _, engine, nodes = engines
+    loop, late = Request(LOOP, len(LOOP) + 200), Request(prompt, len(prompt) + 30, params)
+    expected = [alone(one, Job(request), 1)[0] for request in (loop, late)]
+    for size in (1, nodes):
+        for row in range(4):
+            engine.release(row)
+        found = [engine.prefill(loop, size, 0), []]
+        reading = engine.begin(late, size > 1, 2)
+        while not found[1]:
+            for _ in range(2):
+                rows = engine.step(size)
+                found[0] += rows[0]
+                assert rows[1:] == [[], [], []]
+            found[1] = engine.read(reading, size) or []
+        while any(rows := engine.step(size)):
+            found[0] += rows[0]
+            found[1] += rows[2]
+        assert found[0] == expected[0][: len(found[0])] and len(found[0]) >= 200
+        assert found[1] == expected[1]
+
+
+def test_a_prompt_given_up_half_read_leaves_nothing(engines: tuple[Any, Any, Any, int]) -> None:
+    one, engine, _, nodes = engines
+    engine.read(engine.begin(Request([9] * 100, 150), True, 1), nodes)
+    engine.release(1)
+    assert collect(decode_batch(engine, jobs(), nodes)) == {
+        number: alone(one, job, nodes) for number, job in enumerate(jobs())
+    }
+
+
+def test_a_step_leaves_out_the_rows_above_the_last_that_is_busy(
+    engines: tuple[Any, Any, Any, int],
+) -> None:
+    _, _, engine, nodes = engines
+    for row in range(4):
+        engine.release(row)
+    spans = []
+    for row in (0, 2, 1):
+        engine.prefill(Request([3, 4, 5], 60), nodes, row)
+        engine.step(nodes)
+        spans.append(engine.span)
+    engine.release(2)
+    assert [*spans, engine.span] == [1, 3, 3, 2]
+    sizes = {engine.bindings[key][1]["tokens"].shape[0] for key in engine.bindings if key[3] == 1}
+    assert sizes == {1}
+
+
+def test_trees_may_change_from_step_to_step(
+    engines: tuple[Any, Any, Any, int], paced_by_rows: Callable[..., Any]
+) -> None:
+    one, engine, _, nodes = engines
+    rows = Rows(engine, paced_by_rows(nodes, 1, nodes))
+    waiting, found = list(enumerate(jobs())), dict[int, list[int]]()
+    while waiting or rows.busy:
+        while waiting and rows.free:
+            rows.join(*waiting.pop(0))
+        for event in rows.advance():
+            assert isinstance(event.outcome, Block)
+            found.setdefault(event.number, []).extend(event.outcome.tokens)
+            if event.outcome.finish:
+                rows.end(event.number)
+    assert found == {number: alone(one, job, 1)[0] for number, job in enumerate(jobs())}
 
 
 def test_no_jobs_at_all(engines: tuple[Any, Any, Any, int]) -> None:

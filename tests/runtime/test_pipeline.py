@@ -55,6 +55,15 @@ class Device:
         tokens: list[int] = self.engine.prefill(request, nodes, row)
         return tokens
 
+    def begin(self, request: Request, remembers: bool, row: int = 0) -> Any:
+        self.calls.append(("begin", row))
+        return self.engine.begin(request, remembers, row)
+
+    def read(self, reading: Any, nodes: int) -> list[int] | None:
+        self.calls.append(("read", reading.row))
+        tokens: list[int] | None = self.engine.read(reading, nodes)
+        return tokens
+
     def release(self, row: int) -> None:
         self.engine.release(row)
 
