@@ -104,8 +104,6 @@ def _build(
     step.branching = kind.branches
     facts, recorder = None, Recorder()
     if kind.exports:
-        if precision != "int8":  # whose answers are scored by the float32 target in the end
-            checkpoint.weights.clear()
         facts = _export(options, step, manifest, ids, folder, recorder, say)
     else:
         say("writing the weights")

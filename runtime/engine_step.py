@@ -17,7 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import ForerunError
-from forerun.runtime.buffers import RESULT, TREE, Array, Buffer, Buffers, Layout, Memory, Ticket
+from forerun.runtime.buffers import (
+    RESULT,
+    TREE,
+    Array,
+    Buffer,
+    Buffers,
+    HostMemory,
+    Layout,
+    Memory,
+    Ticket,
+)
 from forerun.runtime.engine import GREEDY, Request
 from forerun.runtime.sampling import SamplingParams, uniform_tables
 from forerun.runtime.tree import Tree
@@ -30,6 +40,8 @@ class StepEngine(ABC):
 
     ahead = 0
     """Steps that may be launched before the tokens of the one before them are read."""
+    branches_on_host = False
+    """Whether it is the host that reads `remembering` and `drafting`, from its own memory."""
 
     def __init__(self, layout: Layout, memory: Memory, rows: int, bucket: int) -> None:
         """Cache slots are added in multiples of `bucket`, which may be the whole capacity."""
@@ -39,7 +51,8 @@ class StepEngine(ABC):
         self.turn, self.drafted = 0, 1
         self.params: list[SamplingParams] = [GREEDY] * rows
         self.remembers = False
-        self.remembering = memory.load(np.zeros((), np.bool_))  # bound by address
+        self.switches: Memory = HostMemory() if self.branches_on_host else memory
+        self.remembering = self.switches.load(np.zeros((), np.bool_))  # bound by address
         self.buffers, self.bucket = Buffers(layout, memory, rows), bucket
         self.alone: dict[int, Buffers] = {}
         self.bindings: dict[tuple[int, int, int], Any] = {}
@@ -170,7 +183,7 @@ class StepEngine(ABC):
     def _remember(self, remembers: bool) -> None:
         if remembers != self.remembers:
             self.remembers = remembers
-            self.memory.write(self.remembering, np.asarray(remembers))
+            self.switches.write(self.remembering, np.asarray(remembers))
 
     def _grow(self, slots: int) -> None:
         """Make room for `slots` cache slots; bindings to the old buffers are dropped."""
@@ -270,7 +283,7 @@ class StepEngine(ABC):
             **given,
             "slots": self.memory.load(slots),
             "remembering": self.remembering,
-            "drafting": self.memory.load(np.asarray(nodes > 1)),
+            "drafting": self.switches.load(np.asarray(nodes > 1)),
         }
         outputs = {
             "emitted": there["emitted"],
