@@ -75,8 +75,9 @@ def int8_step(
     """
     # Rotated weights lose the tie: the final norm's gain is folded into the head alone.
     config = replace(checkpoint.config, tie_embeddings=False)
-    basis = original_basis(checkpoint.weights, config)
-    weights = rotate(checkpoint.weights, config)
+    weights: Mapping[str, Tensor] = dict(checkpoint.weights)  # read once
+    basis = original_basis(weights, config)
+    weights = rotate(weights, config)
     longest = max(map(len, texts))
     hessians = over_inputs(Target(config, weights, longest, attention).eval(), texts, HESSIAN)
     weights, hessians = smooth(weights, config, hessians)
