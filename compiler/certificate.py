@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from forerun.compiler.eager import EagerStep
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.step import Step
-from forerun.models.target import Rows, Target
+from forerun.models.target import Forward, Rows, Target
 from forerun.runtime.bundle import Bundle
 from forerun.runtime.chat import encode_prompt
 from forerun.runtime.engine import Request, load_engine
@@ -81,9 +81,16 @@ def write_reference(
     )
 
 
-@torch.no_grad()
 def float32_logits(target: Target, tokens: Sequence[int]) -> Tensor:
     """`[n, V]`: the target's logits after each token of one sequence, in one forward."""
+    with torch.no_grad():
+        logits: Tensor = target.head(float32_forward(target, tokens).hidden)[0]
+    return logits
+
+
+@torch.no_grad()
+def float32_forward(target: Target, tokens: Sequence[int], taps: Collection[int] = ()) -> Forward:
+    """One sequence through the target, at once."""
     count, config = len(tokens), target.config
     places = torch.arange(count)
     mask = (places[:, None] >= places)[None]
@@ -97,6 +104,6 @@ def float32_logits(target: Target, tokens: Sequence[int]) -> Tensor:
         mask=mask,
         window_mask=window,
     )
-    forward = target(torch.tensor([list(tokens)]), target.empty_caches(1, count), rows)
-    logits: Tensor = target.head(forward.hidden)[0]
-    return logits
+    caches = target.empty_caches(1, count)
+    forward: Forward = target(torch.tensor([list(tokens)]), caches, rows, taps=taps)
+    return forward

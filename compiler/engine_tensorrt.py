@@ -1,7 +1,8 @@
 """ONNX step -> TensorRT engine, for TensorRT-RTX (no GPU needed to build) or full TensorRT.
 
-Each profile pins every symbol to one size, so that the builder specialises a plan for each: the
-step by its tree, the prefill by its chunk, plain decoding by T = 1. Cache slots are static.
+Each profile pins every symbol to one size, or nearly, so that the builder specialises a plan for
+each: the step by its tree, the prefill by its chunk, plain decoding by T = 1. Cache slots are
+static.
 
 The `tensorrt` flavour takes the same path but has not been run: its package can't be installed on
 the machine that this was written on.
@@ -19,7 +20,7 @@ from typing import Any
 import onnx_ir as ir
 
 from forerun.compiler.build_progress import build_watched
-from forerun.compiler.builder import DEFAULTS, FLAVOURS, BuilderSettings, Flavour
+from forerun.compiler.builder import DEFAULTS, FLAVOURS, BuilderSettings, Flavour, Size
 from forerun.compiler.initializers import drafter_weights
 from forerun.compiler.layers import LAYERS_FILE, write_layers
 from forerun.compiler.plugins import Plan, with_kernels
@@ -34,7 +35,7 @@ def build_engine(
     onnx_path: Path,
     out: Path,
     signature: Signature,
-    profiles: Sequence[Mapping[str, int]],
+    profiles: Sequence[Mapping[str, Size]],
     flavour: str,
     settings: BuilderSettings = DEFAULTS,
     plans: Mapping[str, Plan] | None = None,
@@ -240,9 +241,11 @@ def _parse(parser: Any, log: Any, path: Path) -> None:
 
 
 def _add_profile(
-    builder: Any, config: Any, network: Any, signature: Signature, sizes: Mapping[str, int]
+    builder: Any, config: Any, network: Any, signature: Signature, sizes: Mapping[str, Size]
 ) -> None:
-    """One profile with minimum = optimum = maximum: a plan for just these sizes."""
+    """One profile: a plan that is best at the smallest of the sizes that it allows."""
+    least = {name: size if isinstance(size, int) else size[0] for name, size in sizes.items()}
+    most = {name: size if isinstance(size, int) else size[1] for name, size in sizes.items()}
     profile = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
@@ -252,8 +255,11 @@ def _add_profile(
             raise ForerunError(f"profile {dict(sizes)}: gives no size to {missing[0]!r}")
         if tensor.is_shape_tensor:
             raise ForerunError(f"input {tensor.name!r}: a step may not read it as a shape")
-        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in axes]
-        profile.set_shape(tensor.name, shape, shape, shape)
+        small, large = (
+            [bounds[axis] if isinstance(axis, str) else axis for axis in axes]
+            for bounds in (least, most)
+        )
+        profile.set_shape(tensor.name, small, small, large)
     if config.add_optimization_profile(profile) < 0:
         raise ForerunError(f"profile {dict(sizes)}: TensorRT refuses it")
 

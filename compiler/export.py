@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from forerun.compiler.functions import Recorder, Uses, define
-from forerun.compiler.initializers import drafter_weights, save_graph, unknown
+from forerun.compiler.initializers import drafter_weights, read_back, save_graph, unknown
 from forerun.compiler.low_bits import LOW_BIT_TRANSLATIONS, store_low_bits
 from forerun.compiler.parts import name_parts
 from forerun.models.ops import ACTIVATION_ZERO, HALVINGS, SPAN
@@ -318,8 +318,9 @@ def export_step(
         {place: dims[axis] for place, axis in enumerate(axes) if isinstance(axis, str)}
         for axes, _ in facts.inputs.values()
     )
+    flat = FlatStep(step).eval()
     model = _to_onnx(
-        FlatStep(step).eval(),
+        flat,
         trace_inputs(facts),
         shapes,
         {**translations(loops), **recorder.translations()},
@@ -334,4 +335,5 @@ def export_step(
     RemoveUnusedNodesPass()(model)
     name_parts(model, step.target.config.num_layers)
     save_graph(model, path)
+    read_back(flat, model)
     return facts

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+import torch
 from onnx_ir.external_data import convert_tensors_to_external
+from torch import nn
 
 DRAFTER = "step.drafter."
 """What the names of the drafter's weights start with; the rest is their place in the module."""
@@ -57,6 +59,24 @@ def save_graph(model: ir.Model, path: Path) -> None:
     _unload(large, path.parent, f"{path.name}.data")
     _unload(drafter, path.parent, DRAFTER_DATA)
     ir.save(model, path)
+
+
+def read_back(module: nn.Module, model: ir.Model) -> None:
+    """Let the tensors of `module`, from which the saved `model` was made, be those in its files.
+
+    Mapped, they take no memory that the system can't take back. Those whose bytes the graph has in
+    another form stay as they are.
+    """
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, value in model.graph.initializers.items():
+        stored, tensor = value.const_value, own.get(name)
+        if tensor is None or not isinstance(stored, ir.ExternalTensor):
+            continue
+        offset, size = stored.offset or 0, tensor.element_size()
+        if not 0 < stored.nbytes == tensor.nbytes or offset % size or not tensor.is_contiguous():
+            continue
+        file = torch.from_file(stored.path, size=offset + tensor.nbytes, dtype=torch.uint8)
+        tensor.data = file[offset:].view(tensor.dtype).view(tensor.shape)
 
 
 def save_with_drafter(model: ir.Model, path: Path, data: str, tensors: Mapping[str, Any]) -> None:

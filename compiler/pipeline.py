@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from forerun import __version__
+from forerun.compiler.builder import Size
 from forerun.compiler.certificate import write_golden, write_reference
 from forerun.compiler.check import check_onnx
 from forerun.compiler.export import export_step
@@ -104,8 +105,6 @@ def _build(
     step.branching = kind.branches
     facts, recorder = None, Recorder()
     if kind.exports:
-        if precision != "int8":  # whose answers are scored by the float32 target in the end
-            checkpoint.weights.clear()
         facts = _export(options, step, manifest, ids, folder, recorder, say)
     else:
         say("writing the weights")
@@ -262,7 +261,7 @@ def _build_tensorrt(
 ) -> None:
     from forerun.compiler.engine_tensorrt import build_engine
 
-    def sizes(nodes: int, verified: int, pending: int) -> dict[str, int]:
+    def sizes(nodes: Size, verified: Size, pending: int) -> dict[str, Size]:
         return {
             "batch": 1,
             "nodes": nodes,
@@ -273,7 +272,7 @@ def _build_tensorrt(
             "uniform_positions": options.capacity,
         }
 
-    steps = [sizes(int(nodes), int(nodes), manifest.pending) for nodes in manifest.trees]
+    steps = [sizes(nodes, nodes, manifest.pending) for nodes in map(profile_size, manifest.trees)]
     prefill = sizes(options.chunk, 1, 0) | {"next_nodes": int(manifest.default_tree)}
     build_engine(
         folder / ONNX_FILE,
@@ -284,6 +283,12 @@ def _build_tensorrt(
         options.builder,
         _plans(options, recorder, manifest),
     )
+
+
+def profile_size(nodes: str) -> Size:
+    """Of a step's profile. Kernels for one row and no more read weights in an order of their own,
+    so that the engine would hold all of them twice."""
+    return int(nodes) if int(nodes) > 1 else (1, 2)
 
 
 def _plans(options: CompileOptions, recorder: Recorder, manifest: Manifest) -> dict[str, Plan]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from forerun.compiler.blocks import block_size, float8_scale, quantize_blocks, quantize_float8
-from forerun.compiler.calibrate import input_hessians, input_maxima, linears
+from forerun.compiler.calibrate import HESSIAN, LARGEST, block_by_block, linears, over_inputs
 from forerun.compiler.quantize import quantize_weight
 from forerun.compiler.rotate import original_basis, rotate
 from forerun.compiler.smooth import smooth
@@ -17,6 +17,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.linear import Float8Linear, Int4Linear, Int8Embedding, Int8Linear, Linear
 from forerun.models.step import Step
+from forerun.models.stored import cast
 from forerun.models.target import Target, TiedHead
 
 Texts = Sequence[Sequence[int]]
@@ -58,8 +59,8 @@ def bfloat16_step(
 def cast_step(
     checkpoint: Checkpoint, drafter: Drafter, capacity: int, attention: str, dtype: torch.dtype
 ) -> Step:
-    """Everything but probabilities in `dtype`. Weights are cast before they are copied."""
-    weights = {name: weight.to(dtype) for name, weight in checkpoint.weights.items()}
+    """Everything but probabilities in `dtype`."""
+    weights = cast(checkpoint.weights, dtype)
     return Step(Target(checkpoint.config, weights, capacity, attention), drafter).eval().to(dtype)
 
 
@@ -74,10 +75,11 @@ def int8_step(
     """
     # Rotated weights lose the tie: the final norm's gain is folded into the head alone.
     config = replace(checkpoint.config, tie_embeddings=False)
-    basis = original_basis(checkpoint.weights, config)
-    weights = rotate(checkpoint.weights, config)
+    weights: Mapping[str, Tensor] = dict(checkpoint.weights)  # read once
+    basis = original_basis(weights, config)
+    weights = rotate(weights, config)
     longest = max(map(len, texts))
-    hessians = input_hessians(Target(config, weights, longest, attention).eval(), texts)
+    hessians = over_inputs(Target(config, weights, longest, attention).eval(), texts, HESSIAN)
     weights, hessians = smooth(weights, config, hessians)
     target = Target(config, weights, capacity, attention, basis)
     by_layer = {id(layer): hessians[name] for name, layer in linears(target).items()}
@@ -99,13 +101,15 @@ def int4_step(
 
     Embedding, head and drafter stay in float16, and so does a layer whose inputs fill no blocks.
     """
-    hessians = input_hessians(_calibrated(checkpoint, attention, texts), texts)
     step = float16_step(checkpoint, drafter, capacity, attention, texts)
-    for name, block, place, layer in _block_linears(step.target):
+
+    def narrow(layer: Linear, hessian: Tensor) -> nn.Module:
         size = block_size(len(layer.weight))
-        if size is not None:
-            codes, scale = quantize_blocks(layer.weight.T, size, hessians[name])
-            setattr(block, place, Int4Linear(codes, scale, layer.bias))
+        if size is None:
+            return layer
+        return Int4Linear(*quantize_blocks(layer.weight.T, size, hessian), layer.bias)
+
+    _narrow_blocks(step.target, block_by_block(checkpoint, attention, texts, HESSIAN), narrow)
     return step.half()
 
 
@@ -116,29 +120,27 @@ def float8_step(
 
     Embedding, head, attention and drafter stay in float16.
     """
-    maxima = input_maxima(_calibrated(checkpoint, attention, texts), texts)
     step = float16_step(checkpoint, drafter, capacity, attention, texts)
-    for name, block, place, layer in _block_linears(step.target):
+
+    def narrow(layer: Linear, largest: Tensor) -> nn.Module:
         codes, scale = quantize_float8(layer.weight)
-        input_scale = float8_scale(maxima[name])
-        setattr(block, place, Float8Linear(codes, scale, input_scale, layer.bias))
+        return Float8Linear(codes, scale, float8_scale(largest), layer.bias)
+
+    _narrow_blocks(step.target, block_by_block(checkpoint, attention, texts, LARGEST), narrow)
     return step.half()
 
 
-def _calibrated(checkpoint: Checkpoint, attention: str, texts: Texts) -> Target:
-    """The float32 target, just long enough to read each of `texts`."""
-    return Target(checkpoint.config, checkpoint.weights, max(map(len, texts)), attention).eval()
-
-
-def _block_linears(target: Target) -> list[tuple[str, nn.Module, str, Linear]]:
-    """(weight's name, block, place in the block, layer) of every linear layer but the head."""
-    places = {id(layer): name for name, layer in linears(target).items()}
-    return [
-        (places[id(layer)], block, place, layer)
-        for block in target.blocks
-        for place, layer in block.named_children()
-        if isinstance(layer, Linear)
-    ]
+def _narrow_blocks(
+    target: Target,
+    measured: Iterable[Mapping[str, Tensor]],
+    narrow: Callable[[Linear, Tensor], nn.Module],
+) -> None:
+    """Replace the linear layers of each block by what `narrow` makes of one and its measure."""
+    names = {id(layer): name for name, layer in linears(target).items()}
+    for block, found in zip(target.blocks, measured, strict=True):
+        for place, layer in list(block.named_children()):
+            if isinstance(layer, Linear):
+                setattr(block, place, narrow(layer, found[names[id(layer)]]))
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -151,13 +153,13 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
-def _int8_embedding(weight: torch.Tensor) -> Int8Embedding:
+def _int8_embedding(weight: Tensor) -> Int8Embedding:
     """`[V, H]` -> all 8 bits, since no saturating product reads it."""
     scale = weight.abs().amax(-1) / 127 + 1e-12
     return Int8Embedding((weight / scale[:, None]).round().to(torch.int8), scale)
 
 
-def _quantize_linears(module: nn.Module, hessians: dict[int, torch.Tensor]) -> None:
+def _quantize_linears(module: nn.Module, hessians: dict[int, Tensor]) -> None:
     """Replace each `Linear` below `module` by its int8 form, and a drafter's own embedding too.
 
     A head that is tied to an embedding becomes a layer of its own.

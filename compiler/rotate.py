@@ -13,6 +13,7 @@ residual stream is a row vector x [H]; rotated it is x @ Q, with Q = `residual_r
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -67,7 +68,7 @@ def residual_rotation(hidden_size: int, seed: int = 0) -> Tensor:
     return mixing_matrix(hidden_size, torch.Generator().manual_seed(seed))
 
 
-def original_basis(weights: dict[str, Tensor], config: ModelShape, seed: int = 0) -> Basis:
+def original_basis(weights: Mapping[str, Tensor], config: ModelShape, seed: int = 0) -> Basis:
     """How to get from a rotated model's hidden states to those of `weights`, before `rotate`.
 
     The rotated model's final norm has no weight, so undoing the rotation gives the original
@@ -78,7 +79,7 @@ def original_basis(weights: dict[str, Tensor], config: ModelShape, seed: int = 0
     return Basis(stream=rotation.T.to(norm.dtype).contiguous(), gain=norm)
 
 
-def rotate(weights: dict[str, Tensor], config: ModelShape, seed: int = 0) -> dict[str, Tensor]:
+def rotate(weights: Mapping[str, Tensor], config: ModelShape, seed: int = 0) -> dict[str, Tensor]:
     """New weights of the same function, norms folded and residual and value channels rotated.
 
     Every norm weight of the residual stream becomes ones, and `lm_head.weight` a tensor of its own
@@ -121,7 +122,7 @@ def rotate(weights: dict[str, Tensor], config: ModelShape, seed: int = 0) -> dic
 
 
 def rotate_values(
-    weights: dict[str, Tensor], config: ModelShape, seed: int = 0
+    weights: Mapping[str, Tensor], config: ModelShape, seed: int = 0
 ) -> dict[str, Tensor]:
     """Rotate the value channels of each head: in v_proj's output, undone in o_proj's input.
 

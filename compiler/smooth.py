@@ -7,6 +7,8 @@ the division is folded into up_proj, in which silu(gate) * up is linear, so it c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from forerun.compiler.rotate import ModelShape
@@ -16,7 +18,7 @@ FLOOR = 1e-2  # least magnitude as a share of the median: silent channels stay r
 
 
 def smooth(
-    weights: dict[str, Tensor], config: ModelShape, hessians: dict[str, Tensor]
+    weights: Mapping[str, Tensor], config: ModelShape, hessians: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """New weights of the same function, and the Hessians [K, K] of their inputs.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,9 @@ class Checkpoint:
 
     name: str
     config: TargetConfig
-    weights: dict[str, Tensor]
-    """Float32 by Hugging Face Llama names; no `lm_head.weight` where the embedding is tied."""
+    weights: Mapping[str, Tensor]
+    """Float32 by Hugging Face Llama names; no `lm_head.weight` where the embedding is tied.
+    Those of a file are read as they are looked up (`StoredWeights`)."""
     tokenizer: Tokenizer
     """Encode with `add_special_tokens=False`: `add_bos` says whether a text starts with a BOS."""
     chat_template: str | None

@@ -7,8 +7,11 @@ GPU (the classes and branches that name CUDA) has not been run.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ import numpy as np
 from forerun.errors import ForerunError, MissingDependencyError
 from forerun.runtime.buffers import Array, Layout, Ticket, result_size
 from forerun.runtime.bundle import Bundle
+from forerun.runtime.engine import Request
 from forerun.runtime.engine_step import Named, StepEngine
 
 try:
@@ -31,6 +35,10 @@ from forerun.models.step import StepInputs
 from forerun.models.target import Caches
 from forerun.models.torch_bundle import read_step
 
+ACCELERATOR_ERRORS: tuple[type[Exception], ...] = (
+    (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()
+)
+"""What torch raises for CUDA's errors, in versions that tell them from its own."""
 SLOTS = 4
 """Results that may be on their way to the host at once: those of two steps, and some to spare."""
 
@@ -115,6 +123,24 @@ class CudaMemory(TorchMemory):
         return result
 
 
+@contextmanager
+def _in_one_line(where: Path) -> Iterator[None]:
+    """CUDA's failures, which come late and anywhere, as one line each."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ForerunError(
+            f"{where}: the GPU's memory does not hold it: {_line(error)}: take fewer rows, or "
+            "compile with a smaller --capacity"
+        ) from None
+    except ACCELERATOR_ERRORS as error:
+        raise ForerunError(f"{where}: CUDA failed, see `forerun doctor`: {_line(error)}") from None
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
@@ -140,18 +166,26 @@ class TorchEngine(StepEngine):
         self.cuda = torch.cuda.is_available()
         device = torch.device("cuda" if self.cuda else "cpu")
         self.ahead = int(self.cuda)
-        try:
+        self.captures = self.cuda
+        self.where = bundle.path
+        with _in_one_line(self.where):
             self.module = read_step(bundle).to(device)
             layout = Layout(bundle.manifest, signature(self.module).inputs)
             _, longest = result_size(rows, bundle.manifest.pending)
             memory = CudaMemory(device, longest) if self.cuda else TorchMemory(device)
             super().__init__(layout, memory, rows, bundle.manifest.capacity)
-        except torch.OutOfMemoryError as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ForerunError(
-                f"{bundle.path}: the GPU's memory does not hold it: {reason}: take fewer rows, or "
-                "compile with a smaller --capacity"
-            ) from None
+
+    def prefill(self, request: Request, nodes: int, row: int = 0) -> list[int]:
+        with _in_one_line(self.where):
+            return super().prefill(request, nodes, row)
+
+    def launch(self, nodes: int) -> Ticket:
+        with _in_one_line(self.where):
+            return super().launch(nodes)
+
+    def wait(self, ticket: Ticket) -> list[list[int]]:
+        with _in_one_line(self.where):
+            return super().wait(ticket)
 
     def _bind(self, inputs: Named, outputs: Named, nodes: int, again: bool) -> Call:
         layers = self.manifest.target.num_layers
@@ -169,12 +203,11 @@ class TorchEngine(StepEngine):
     @torch.no_grad()
     def _launch(self, bound: Call) -> None:
         known = self.remembers, any(not params.greedy for params in self.params)
-        if not (self.cuda and bound.again):
+        graph = self._graph(bound, known) if self.captures and bound.again else None
+        if graph is None:
             self._run(bound, *known)
-            return
-        if known not in bound.graphs:
-            bound.graphs[known] = self._captured(bound, *known)
-        bound.graphs[known].replay()
+        else:
+            graph.replay()
 
     def _run(self, call: Call, remembers: bool, samples: bool) -> None:
         """Compute the step; what it gives goes where the next one reads it."""
@@ -187,6 +220,22 @@ class TorchEngine(StepEngine):
         for name, target in call.outputs.items():
             if name in found and target is not found[name]:  # caches were written in place
                 target.copy_(found[name])
+
+    def _graph(self, call: Call, known: tuple[bool, bool]) -> Any:
+        """The step as a graph; None, from then on for every step, where it can't be captured."""
+        if known not in call.graphs:
+            try:
+                call.graphs[known] = self._captured(call, *known)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                self.captures = False
+                warnings.warn(
+                    f"{self.where}: without CUDA graphs, so slower: {_line(error)}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return call.graphs.get(known)
 
     def _captured(self, call: Call, remembers: bool, samples: bool) -> Any:
         """The step as a CUDA graph, after a run that lets libraries set themselves up.

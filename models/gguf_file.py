@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from forerun.models.config import RopeConfig, TargetConfig
 from forerun.models.gguf_reader import GgufFile, GgufTensor, read_gguf
 from forerun.models.gguf_tokenizer import vocabulary_from_gguf
 from forerun.models.rope import inverse_frequencies
+from forerun.models.stored import StoredWeights
 from forerun.models.weights import MAX_LAYERS, check_shapes
 
 _NAMES = {
@@ -183,18 +185,22 @@ def _numbers(tensor: GgufTensor | None) -> list[float]:
     return [] if tensor is None else [float(value) for value in tensor.dequantised().ravel()]
 
 
-def _weights(file: GgufFile, config: TargetConfig, where: str) -> dict[str, Tensor]:
+def _weights(file: GgufFile, config: TargetConfig, where: str) -> StoredWeights:
+    """Every tensor of the target, checked by name, shape and type; none is dequantised yet."""
     stored = {_hf_name(name): name for name in file.tensors if name not in _FACTORS}
     shapes = {name: file.tensors[source].shape for name, source in stored.items()}
-    needed = check_shapes(shapes, config, where)
+    tensors = {name: file.tensors[stored[name]] for name in check_shapes(shapes, config, where)}
+    for tensor in {tensor.kind: tensor for tensor in tensors.values()}.values():
+        tensor.dequantised(rows=1)  # so that a type that gguf can't decode is refused here
+    return StoredWeights({n: partial(_read, n, tensor, config) for n, tensor in tensors.items()})
+
+
+def _read(name: str, tensor: GgufTensor, config: TargetConfig) -> Tensor:
+    values = torch.from_numpy(tensor.dequantised())
     interleaved = _ARCHITECTURES[config.architecture].interleaved
-    weights: dict[str, Tensor] = {}
-    for name in needed:
-        values = torch.from_numpy(file.tensors[stored[name]].dequantised())
-        if interleaved and (".q_proj." in name or ".k_proj." in name):
-            values = _halves(values, config.head_dim)
-        weights[name] = values.contiguous()
-    return weights
+    if interleaved and (".q_proj." in name or ".k_proj." in name):
+        values = _halves(values, config.head_dim)
+    return values.contiguous()
 
 
 def _halves(rows: Tensor, head_dim: int) -> Tensor:

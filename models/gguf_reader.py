@@ -37,13 +37,16 @@ class GgufTensor:
     data: npt.NDArray[np.uint8]
     """`[rows, bytes a row]`, a view of the mapped file."""
 
-    def dequantised(self) -> npt.NDArray[np.float32]:
-        """The values as float32 of `shape`. Raises ForerunError for a type gguf can't decode."""
+    def dequantised(self, rows: int | None = None) -> npt.NDArray[np.float32]:
+        """The values as float32 of `shape`, or so many `rows` of them as they lie.
+
+        Raises ForerunError for a type gguf can't decode.
+        """
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         try:
-            values = dequantize(self.data, GGMLQuantizationType[self.kind])
+            values = dequantize(self.data[:rows], GGMLQuantizationType[self.kind])
         except NotImplementedError:
             raise ForerunError(
                 f"tensors of type {self.kind} cannot be read: "
@@ -51,7 +54,7 @@ class GgufTensor:
             ) from None
         # Float32 comes back as a view of the read-only file: the caller owns what it gets.
         floats: npt.NDArray[np.float32] = np.require(values, np.float32, ["O", "W"])
-        return floats.reshape(self.shape)
+        return floats if rows is not None else floats.reshape(self.shape)
 
 
 @dataclass(frozen=True)

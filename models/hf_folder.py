@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.models.checkpoint import Checkpoint, digest_files
 from forerun.models.config import TargetConfig
 from forerun.models.hf_config import Fields, config_from_json, read_json
+from forerun.models.stored import StoredWeights
 from forerun.models.weights import Shape, check_shapes
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -96,27 +95,26 @@ def _shard(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _weights(shards: Iterable[Path], config: TargetConfig, where: str) -> dict[str, Tensor]:
-    """Every tensor of the target as float32, checked by name, shape and type before it is read."""
-    with ExitStack() as stack:
-        shapes: dict[str, Shape] = {}
-        homes: dict[str, tuple[Path, Any]] = {}
-        for shard in shards:
-            opened = stack.enter_context(_open(shard))
-            for name in opened.keys():  # noqa: SIM118 - a file handle, not a dict
-                shapes[name] = tuple(opened.get_slice(name).get_shape())
-                homes[name] = shard, opened
-        weights: dict[str, Tensor] = {}
-        for name in check_shapes(shapes, config, where):
-            shard, opened = homes[name]
-            kind = opened.get_slice(name).get_dtype()
-            if kind not in _FLOATS:
-                raise ForerunError(
-                    f"{shard} has the tensor {name!r} of type {kind}, supported are "
-                    f"{', '.join(sorted(_FLOATS))}: use the unquantised checkpoint"
-                )
-            weights[name] = opened.get_tensor(name).to(torch.float32)
-        return weights
+def _weights(shards: Iterable[Path], config: TargetConfig, where: str) -> StoredWeights:
+    """Every tensor of the target, checked by name, shape and type; none is read yet."""
+    shapes: dict[str, Shape] = {}
+    homes: dict[str, tuple[Path, Any]] = {}
+    for shard in shards:
+        opened = _open(shard)
+        for name in opened.keys():  # noqa: SIM118 - a file handle, not a dict
+            shapes[name] = tuple(opened.get_slice(name).get_shape())
+            homes[name] = shard, opened
+    readers = {}
+    for name in check_shapes(shapes, config, where):
+        shard, opened = homes[name]
+        kind = opened.get_slice(name).get_dtype()
+        if kind not in _FLOATS:
+            raise ForerunError(
+                f"{shard} has the tensor {name!r} of type {kind}, supported are "
+                f"{', '.join(sorted(_FLOATS))}: use the unquantised checkpoint"
+            )
+        readers[name] = partial(opened.get_tensor, name)
+    return StoredWeights(readers)
 
 
 def _open(shard: Path) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,7 +58,7 @@ class Basis:
 class Block(nn.Module):
     """One decoder layer: attention over the cache, then the gated feed-forward network."""
 
-    def __init__(self, config: TargetConfig, layer: int, weights: dict[str, Tensor]) -> None:
+    def __init__(self, config: TargetConfig, layer: int, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.config = config
         self.rotates, self.slides = config.rotates(layer), config.slides(layer)
@@ -143,7 +143,7 @@ class Target(nn.Module):
     def __init__(
         self,
         config: TargetConfig,
-        weights: dict[str, Tensor],
+        weights: Mapping[str, Tensor],
         capacity: int,
         attention: str = "grouped",
         basis: Basis | None = None,

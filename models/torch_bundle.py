@@ -24,6 +24,7 @@ from forerun.models.drafters import DrafterSource, load_drafter
 from forerun.models.hf_folder import find_shards
 from forerun.models.mtp import Mtp
 from forerun.models.step import Step
+from forerun.models.stored import cast
 from forerun.models.target import Target
 from forerun.models.weights import MTP_PREFIX, check_shapes
 from forerun.runtime.bundle import Bundle
@@ -51,7 +52,7 @@ def write_step(
 ) -> None:
     """Writes what `read_step` builds the step from, into the bundle's `folder`."""
     dtype = DTYPES[precision]
-    weights = {name: weight.to(dtype) for name, weight in checkpoint.weights.items()}
+    weights = dict(cast(checkpoint.weights, dtype))
     write_tensors(folder / WEIGHTS_FILE, weights)
     facts = {
         "target": asdict(checkpoint.config),

@@ -23,7 +23,13 @@ SLOTS = 4
 """Results that may be on their way to the host at once: those of two steps, and some to spare."""
 LEAST = 256
 """Bytes: an empty tensor has an address too, and all are aligned to this."""
-NO_DEVICE = ("cudaErrorNoDevice", "cudaErrorInsufficientDriver")
+_NO_DEVICE = ": is there an NVIDIA GPU and a driver? See `forerun doctor`"
+HINTS = {
+    "cudaErrorNoDevice": _NO_DEVICE,
+    "cudaErrorInsufficientDriver": _NO_DEVICE,
+    "cudaErrorMemoryAllocation": ": take fewer rows, or compile with a smaller --capacity",
+}
+"""What may help, by CUDA's name of an error."""
 
 
 class Cuda:
@@ -44,8 +50,7 @@ class Cuda:
                 getattr(self.api, function)(status)[1].decode()
                 for function in ("cudaGetErrorName", "cudaGetErrorString")
             )
-            hint = ": is there an NVIDIA GPU and a driver? See `forerun doctor`"
-            raise ForerunError(f"CUDA: {name}: {kind}: {text}{hint if kind in NO_DEVICE else ''}")
+            raise ForerunError(f"CUDA: {name}: {kind}: {text}{HINTS.get(kind, '')}")
         return results[0] if results else None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.runtime.buffers import TREE, Array, Buffer, Buffers, Layout, Memory
+from forerun.runtime.buffers import TREE, Array, Buffer, Buffers, HostMemory, Layout, Memory
 from forerun.runtime.tree import Tree
 
 Named = dict[str, Buffer]
@@ -25,6 +25,8 @@ class BoundStep(ABC):
 
     ahead = 0
     """Steps that may be launched before the tokens of the one before them are read."""
+    branches_on_host = False
+    """Whether it is the host that reads `remembering` and `drafting`, from its own memory."""
 
     def __init__(self, layout: Layout, memory: Memory, rows: int, bucket: int) -> None:
         """Cache slots are added in multiples of `bucket`, which may be the whole capacity."""
@@ -32,7 +34,8 @@ class BoundStep(ABC):
         self.room = max(map(int, self.manifest.trees)) + self.manifest.pending
         self.context = self.manifest.capacity - self.room
         self.turn, self.drafted, self.verified = 0, 1, 1
-        self.remembering = memory.load(np.zeros((), np.bool_))  # bound by address
+        self.switches: Memory = HostMemory() if self.branches_on_host else memory
+        self.remembering = self.switches.load(np.zeros((), np.bool_))  # bound by address
         self.buffers, self.bucket = Buffers(layout, memory, rows), bucket
         self.alone: dict[int, Buffers] = {}
         self.bindings: dict[tuple[int, int, int, int], Any] = {}
@@ -158,7 +161,7 @@ class BoundStep(ABC):
             **given,
             "slots": self.memory.load(slots),
             "remembering": self.remembering,
-            "drafting": self.memory.load(np.asarray(nodes > 1)),
+            "drafting": self.switches.load(np.asarray(nodes > 1)),
         }
         outputs = {
             "emitted": there["emitted"],

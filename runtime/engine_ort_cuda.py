@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnxruntime as ort  # `engine_ort` says so where it is missing
 
 from forerun.errors import ForerunError
@@ -25,11 +26,13 @@ class OrtCudaEngine(StepEngine):
     """A bundle's ONNX graph on a GPU, with caches of the whole capacity."""
 
     ahead = 1
+    branches_on_host = True  # an `If` there is the host's, which would fetch its condition
     place = "cuda"
 
     def __init__(self, bundle: Bundle, threads: int | None = None, rows: int = 1) -> None:
         _, longest = result_size(rows, bundle.manifest.pending)
         self.device = self._memory(longest)
+        self.where = bundle.file(bundle.manifest.engine.file)
         self.session, self.graphs = self._open(bundle, threads)
         inputs = {v.name: (v.shape, NUMPY_TYPES[v.type]) for v in self.session.get_inputs()}
         self.captured = 0
@@ -40,6 +43,10 @@ class OrtCudaEngine(StepEngine):
     def _bind(self, inputs: Named, outputs: Named, nodes: int, again: bool) -> Any:
         binding = self.session.io_binding()
         for name, buffer in inputs.items():
+            if isinstance(buffer, np.ndarray):
+                # Its memory as it is, so that later launches see what is written there.
+                binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(buffer))
+                continue
             place = (self.place, 0, buffer.dtype.type, buffer.shape, buffer.address)
             binding.bind_input(name, *place)
         for name, buffer in outputs.items():
@@ -54,7 +61,14 @@ class OrtCudaEngine(StepEngine):
         return binding, run, inputs, outputs
 
     def _launch(self, bound: Any) -> None:
-        self.session.run_with_iobinding(bound[0], bound[1])
+        try:
+            self.session.run_with_iobinding(bound[0], bound[1])
+        except Exception as error:  # it raises classes of its own, one a status
+            reason = " ".join(str(error).split())[:300]
+            raise ForerunError(
+                f"{self.where}: ONNX Runtime could not run it: {reason}: if memory is short, take "
+                "fewer rows, or compile with a smaller --capacity"
+            ) from None
 
     def _memory(self, longest: int) -> CudaMemory:
         return CudaMemory(longest)

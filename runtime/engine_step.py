@@ -251,4 +251,4 @@ class StepEngine(BoundStep):
     def _remember(self, remembers: bool) -> None:
         if remembers != self.remembers:
             self.remembers = remembers
-            self.memory.write(self.remembering, np.asarray(remembers))
+            self.switches.write(self.remembering, np.asarray(remembers))

@@ -7,6 +7,7 @@ which shapes, what is written when) is in `PinnedEngine`, whose tests run it on 
 from __future__ import annotations
 
 import importlib
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,7 @@ class TensorRtEngine(PinnedEngine):
         self.varying = [name for name in self.inputs if -1 in self._sizes(name)]
         self.logits_type = self._type("logits")
         self.contexts: dict[int, Any] = {}
+        self.captures = True
         # One profile runs at a time, so that all share the memory of the largest.
         self.scratch = self.device.zeros([self.engine.device_memory_size_v2], np.uint8)
         self.unread: Named = {}
@@ -90,7 +92,7 @@ class TensorRtEngine(PinnedEngine):
     def _launch(self, bound: Bound) -> None:
         """Replay the captured step; the first launch is a plain one, after which it is captured."""
         if bound.graph is None and bound.again and bound.runs and self._capturable(bound):
-            bound.graph = self.device.capture(lambda: self._enqueue(bound))
+            bound.graph = self._captured(bound)
         if bound.graph is None:
             self._enqueue(bound)
         else:
@@ -104,8 +106,19 @@ class TensorRtEngine(PinnedEngine):
         if not bound.context.execute_async_v3(int(self.device.stream)):
             raise self._error("could not be launched")
 
+    def _captured(self, bound: Bound) -> Any:
+        """The step as a graph; None, from then on for every step, where it can't be captured."""
+        try:
+            return self.device.capture(lambda: self._enqueue(bound))
+        except ForerunError as error:
+            self.captures = False
+            warnings.warn(f"without CUDA graphs, so slower: {error}", RuntimeWarning, stacklevel=2)
+            return None
+
     def _capturable(self, bound: Bound) -> bool:
         """TensorRT-RTX compiles kernels as it goes, and says when it is through with that."""
+        if not self.captures:
+            return False
         asks = getattr(bound.context, "is_stream_capturable", None)
         return asks is None or bool(asks(int(self.device.stream)))
 

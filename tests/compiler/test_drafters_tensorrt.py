@@ -6,11 +6,13 @@ Each bundle's ONNX file was checked against torch on the way; running the engine
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+ir = pytest.importorskip("onnx_ir")
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
@@ -31,7 +33,6 @@ from forerun.training.dflash import spread_layers  # noqa: E402
 from forerun.training.eagle import EagleTraining, start, write  # noqa: E402
 from forerun.training.fit import Settings  # noqa: E402
 
-pytestmark = pytest.mark.slow
 LAYERS = 6
 """EAGLE-3 reads three of them."""
 
@@ -93,8 +94,12 @@ def target(resized_checkpoint) -> Path:
     )
 
 
-# int4 changes the target's layers alone, which are the same with every drafter.
-CASES = [*((drafter, "fp16") for drafter in DRAFTERS), ("plain", "int4"), ("eagle3", "int4")]
+QUICK = ("eagle3+ngram", "int4")
+"""The one case that runs each time: a tree that is grown, and a chain joined to it."""
+CASES = [
+    pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow)
+    for case in product(DRAFTERS, ("fp16", "int4"))
+]
 
 
 @pytest.mark.parametrize("drafter, precision", CASES)
@@ -118,5 +123,8 @@ def test_every_drafters_step_builds(
     )
     compile_bundle(options)
     bundle = load_bundle(tmp_path / "bundle")
+    weights = ir.load(bundle.file(bundle.manifest.engine.graph)).graph.initializers.values()
+    narrow = sum(value.dtype == ir.DataType.INT4 for value in weights)
+    assert narrow == (4 * LAYERS if precision == "int4" else 0)  # the target's, in each block
     assert bundle.manifest.engine.devices == ("sm_89", "sm_120")
     assert bundle.file(bundle.manifest.engine.file).stat().st_size > 10_000

@@ -17,6 +17,7 @@ import torch
 from forerun.compiler.builder import BuilderSettings
 from forerun.compiler.engine_tensorrt import build_engine, let_refit, refit_engine
 from forerun.compiler.export import export_step
+from forerun.compiler.pipeline import profile_size
 from forerun.errors import ForerunError, MissingDependencyError
 from forerun.models.combined import Combined
 from forerun.models.config import RopeConfig, TargetConfig
@@ -232,6 +233,30 @@ def test_a_profile_must_size_every_symbol(tmp_path: Path) -> None:
     out = tmp_path / "e"
     build_engine(path, out, facts, [{"nodes": 4}], "tensorrt-rtx", BuilderSettings(("sm_120",)))
     assert out.stat().st_size > 0
+
+
+def test_plain_decoding_adds_no_weights_to_an_engine(tmp_path: Path) -> None:
+    """Pinned to one row it would: TensorRT-RTX 1.7.1 has those kernels read a copy of their own."""
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    wide, layers = 2048, 3
+    names = [f"w{layer}" for layer in range(layers)]
+    text = "".join(f"y{i + 1} = MatMul(y{i}, {name})\n" for i, name in enumerate(names))
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 24]> '
+        f"g (float16[N, {wide}] y0) => (float16[N, {wide}] y{layers}) {{ {text} }}"
+    )
+    weights = [random(wide, wide).half().numpy() for _ in names]
+    model.graph.initializer.extend(map(onnx.numpy_helper.from_array, weights, names))
+    path = tmp_path / "chain.onnx"
+    onnx.save(model, path)
+    facts = Signature({"y0": (("nodes", wide), torch.float16)}, (f"y{layers}",))
+    sizes = []
+    for profiles in (["6"], ["6", "1"]):
+        out = tmp_path / "-".join(profiles)
+        steps = [{"nodes": profile_size(nodes)} for nodes in profiles]
+        build_engine(path, out, facts, steps, "tensorrt-rtx")
+        sizes.append(out.stat().st_size)
+    assert sizes[1] - sizes[0] < 0.5 * sum(weight.nbytes for weight in weights)
 
 
 def test_one_engine_serves_several_devices_and_its_layers_lie_beside_it(tmp_path: Path) -> None:

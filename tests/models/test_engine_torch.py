@@ -267,3 +267,39 @@ def test_damaged_facts_are_one_line(
     write_manifest(copy, load_bundle(compiled("torch", "ngram")).manifest)
     with pytest.raises(ForerunError, match=r"step\.json: not a step's facts.*compile it again"):
         load_engine(load_bundle(copy))
+
+
+def test_what_cuda_says_of_a_step_is_one_line(
+    compiled: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load_engine(load_bundle(compiled("torch", "ngram")))
+    request = Request(PROMPTS[0], 40)
+    engine.prefill(request, NODES)
+    for error, line in (
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried to"), "memory does not hold it"),
+        (torch.AcceleratorError("CUDA error:\nunspecified"), "CUDA failed"),
+    ):
+
+        def fail(*_: Any, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(engine, "_run", fail)
+        for call in (lambda: engine.step(NODES), lambda: engine.prefill(request, NODES)):
+            with pytest.raises(ForerunError, match=line) as caught:
+                call()
+            assert "\n" not in str(caught.value)
+
+
+def test_without_a_graph_steps_are_launched_plainly(
+    compiled: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here no graph can be captured, for want of CUDA: it is said once."""
+    bundle = load_bundle(compiled("torch", "ngram"))
+    expected, engine = load_engine(bundle), load_engine(bundle)
+    monkeypatch.setattr(engine, "captures", True)
+    request = Request(PROMPTS[0], 60)
+    assert engine.prefill(request, NODES) == expected.prefill(request, NODES)
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs, so slower: ") as warned:
+        found = [engine.step(NODES) for _ in range(6)]
+    assert len(warned) == 1
+    assert found == [expected.step(NODES) for _ in range(6)]

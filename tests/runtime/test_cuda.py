@@ -106,7 +106,10 @@ def test_each_failure_is_one_line() -> None:
     api.fails["cudaMalloc"] = 2
     with pytest.raises(ForerunError) as caught:
         memory.zeros([4], np.int64)
-    assert str(caught.value) == "CUDA: cudaMalloc: cudaErrorMemoryAllocation: out of memory"
+    assert str(caught.value) == (
+        "CUDA: cudaMalloc: cudaErrorMemoryAllocation: out of memory: take fewer rows, or compile "
+        "with a smaller --capacity"
+    )
     api.fails["cudaGetDeviceCount"] = 100
     with pytest.raises(ForerunError, match=r"no CUDA-capable device is detected: .*forerun doctor"):
         CudaMemory(4, Cuda(api))
@@ -128,8 +131,22 @@ class LateOrt(OrtCudaEngine):
         return open_session(bundle, session_options(threads)), False
 
     def _launch(self, bound: Any) -> None:
-        launch = super()._launch
-        self.api.enqueue(lambda: launch(bound))
+        """What lies in the host's memory is read now, as the provider reads it."""
+        launch, inputs = super()._launch, bound[2]
+        switches = {name: inputs[name] for name in ("remembering", "drafting") if name in inputs}
+        seen = {name: switch.copy() for name, switch in switches.items()}
+
+        def turn(values: dict[str, Any]) -> None:
+            for name, value in values.items():
+                switches[name][...] = value
+
+        def work() -> None:
+            since = {name: switch.copy() for name, switch in switches.items()}
+            turn(seen)
+            launch(bound)
+            turn(since)
+
+        self.api.enqueue(work)
 
 
 class PinnedOrt(PinnedEngine):
@@ -248,6 +265,16 @@ def test_scores(bundle: Bundle, kind: str) -> None:
     wanted = reference.score(tokens)
     for chunk in (None, 1, 7):
         np.testing.assert_allclose(engine.score(tokens, chunk), wanted, atol=1e-4)
+
+
+def test_a_step_that_fails_is_one_line(tiny_bundle: Path) -> None:
+    engine = make("late", load_bundle(tiny_bundle))
+    run(engine, LOOP, 1, PARAMS[0])
+    engine.session = _open_session(load_bundle(tiny_bundle), 1)  # not the one that was bound
+    binding = engine.session.io_binding()  # with no inputs at all
+    with pytest.raises(ForerunError, match=r"could not run it: .*smaller --capacity") as caught:
+        OrtCudaEngine._launch(engine, (binding, None))
+    assert "\n" not in str(caught.value)
 
 
 def test_costs_of_a_pinned_engine_are_those_of_its_own_steps(bundle: Bundle) -> None:
