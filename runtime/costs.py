@@ -86,7 +86,7 @@ def verify_costs(bundle: Bundle, threads: int | None = None) -> list[Costs]:
     manifest = bundle.manifest
     sizes = [*map(int, manifest.trees)]
     if manifest.engine.kind not in BUILT:
-        sizes = [nodes for nodes in CURVE if nodes <= manifest.capacity // 4]
+        sizes += [nodes for nodes in CURVE if nodes <= manifest.capacity // 4]
     engine = load_engine(with_trees(bundle, stars(manifest, sizes)), threads)
     contexts = [SHORT, *(context for context in LONGER if context + max(sizes) < engine.context)]
     return measure_costs(engine, sizes, [], contexts, launches=4)

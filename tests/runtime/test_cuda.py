@@ -270,7 +270,10 @@ def test_scores(bundle: Bundle, kind: str) -> None:
 def test_a_step_that_fails_is_one_line(tiny_bundle: Path) -> None:
     engine = make("late", load_bundle(tiny_bundle))
     run(engine, LOOP, 1, PARAMS[0])
-    engine.session = open_session(load_bundle(tiny_bundle), session_options(1))  # not the one that was bound
+    # Not the one that was bound.
+    engine.session = open_session(
+        load_bundle(tiny_bundle), session_options(1)
+    )  # not the one that was bound
     binding = engine.session.io_binding()  # with no inputs at all
     with pytest.raises(ForerunError, match=r"could not run it: .*smaller --capacity") as caught:
         OrtCudaEngine._launch(engine, (binding, None))
