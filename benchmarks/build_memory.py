@@ -31,7 +31,7 @@ from forerun.models.hf_config import config_from_json
 from forerun.models.weights import tensor_shapes
 
 MIB = 1 << 20
-PERIOD = 0.02
+PERIOD = 0.05
 """Seconds between two looks at a process."""
 Peaks = dict[str, dict[str, int]]
 SHAPE = {

@@ -50,11 +50,6 @@ FLAVOURS: Mapping[str, Flavour] = {
 }
 
 
-Size = int | tuple[int, int]
-"""What a profile says of a symbol: its size, or the smallest, which is to be fast, and the largest
-that it may have."""
-
-
 @dataclass(frozen=True)
 class BuilderSettings:
     """What a TensorRT build is told beside the graph and its profiles."""

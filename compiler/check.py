@@ -104,6 +104,8 @@ def _session(path: Path, runs_here: bool) -> Any:
         # int4 products, MatMulNBits, would round activations to 8 bits.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.enable_cpu_mem_arena = False
+        # Each weight is cast just before it is used; by default all casts may come first.
+        options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 

@@ -1,8 +1,7 @@
 """ONNX step -> TensorRT engine, for TensorRT-RTX (no GPU needed to build) or full TensorRT.
 
-Each profile pins every symbol to one size, or nearly, so that the builder specialises a plan for
-each: the step by its tree, the prefill by its chunk, plain decoding by T = 1. Cache slots are
-static.
+Each profile pins every symbol to one size, so that the builder specialises a plan for each: the
+step by its tree, the prefill by its chunk, plain decoding by T = 1. Cache slots are static.
 
 The `tensorrt` flavour takes the same path but has not been run: its package can't be installed on
 the machine that this was written on.
@@ -20,7 +19,7 @@ from typing import Any
 import onnx_ir as ir
 
 from forerun.compiler.build_progress import build_watched
-from forerun.compiler.builder import DEFAULTS, FLAVOURS, BuilderSettings, Flavour, Size
+from forerun.compiler.builder import DEFAULTS, FLAVOURS, BuilderSettings, Flavour
 from forerun.compiler.initializers import drafter_weights
 from forerun.compiler.layers import LAYERS_FILE, write_layers
 from forerun.compiler.plugins import Plan, with_kernels
@@ -35,7 +34,7 @@ def build_engine(
     onnx_path: Path,
     out: Path,
     signature: Signature,
-    profiles: Sequence[Mapping[str, Size]],
+    profiles: Sequence[Mapping[str, int]],
     flavour: str,
     settings: BuilderSettings = DEFAULTS,
     plans: Mapping[str, Plan] | None = None,
@@ -241,11 +240,9 @@ def _parse(parser: Any, log: Any, path: Path) -> None:
 
 
 def _add_profile(
-    builder: Any, config: Any, network: Any, signature: Signature, sizes: Mapping[str, Size]
+    builder: Any, config: Any, network: Any, signature: Signature, sizes: Mapping[str, int]
 ) -> None:
-    """One profile: a plan that is best at the smallest of the sizes that it allows."""
-    least = {name: size if isinstance(size, int) else size[0] for name, size in sizes.items()}
-    most = {name: size if isinstance(size, int) else size[1] for name, size in sizes.items()}
+    """One profile with minimum = optimum = maximum: a plan for just these sizes."""
     profile = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
@@ -255,11 +252,8 @@ def _add_profile(
             raise ForerunError(f"profile {dict(sizes)}: gives no size to {missing[0]!r}")
         if tensor.is_shape_tensor:
             raise ForerunError(f"input {tensor.name!r}: a step may not read it as a shape")
-        small, large = (
-            [bounds[axis] if isinstance(axis, str) else axis for axis in axes]
-            for bounds in (least, most)
-        )
-        profile.set_shape(tensor.name, small, small, large)
+        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in axes]
+        profile.set_shape(tensor.name, shape, shape, shape)
     if config.add_optimization_profile(profile) < 0:
         raise ForerunError(f"profile {dict(sizes)}: TensorRT refuses it")
 

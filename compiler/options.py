@@ -28,6 +28,8 @@ class EngineKind:
     branches: bool
     """Whether the graph may hold `If` and `Loop`: TensorRT-RTX 1.7.1 crashes on them at size."""
     package: str
+    transposed: bool = False
+    """Whether weights are best laid out `[N, K]` (`transpose_linears`)."""
     exports: bool = True
     """Whether it takes an ONNX graph; torch takes the step's weights as they are."""
 
@@ -35,8 +37,8 @@ class EngineKind:
 TENSORRT_PRECISIONS = ("fp16", "bf16", "int4", "fp8", "fp32")
 ENGINE_KINDS: dict[str, EngineKind] = {
     "ort": EngineKind(("int8", "fp32"), "grouped", False, True, "onnxruntime"),
-    "tensorrt-rtx": EngineKind(TENSORRT_PRECISIONS, "fused", True, False, "tensorrt-rtx"),
-    "tensorrt": EngineKind(TENSORRT_PRECISIONS, "fused", True, False, "tensorrt"),
+    "tensorrt-rtx": EngineKind(TENSORRT_PRECISIONS, "fused", True, False, "tensorrt-rtx", True),
+    "tensorrt": EngineKind(TENSORRT_PRECISIONS, "fused", True, False, "tensorrt", True),
     "torch": EngineKind(("fp32", "fp16", "bf16"), "stacked", False, True, "torch", exports=False),
 }
 

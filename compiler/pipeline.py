@@ -10,7 +10,6 @@ from importlib import resources
 from pathlib import Path
 
 from forerun import __version__
-from forerun.compiler.builder import Size
 from forerun.compiler.certificate import write_golden, write_reference
 from forerun.compiler.check import check_onnx
 from forerun.compiler.export import export_step
@@ -24,6 +23,7 @@ from forerun.models.checkpoint import Checkpoint, load_checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.drafters import DrafterSource, find_drafter, load_drafter
 from forerun.models.form import form
+from forerun.models.linear import transpose_linears
 from forerun.models.signature import Signature
 from forerun.models.step import Step, pending_rows
 from forerun.models.torch_bundle import STEP_FILE, write_step
@@ -103,6 +103,8 @@ def _build(
         checkpoint, drafter, options.capacity, options.attention, calibration_texts(bundle)
     )
     step.branching = kind.branches
+    if kind.transposed:
+        transpose_linears(step)
     facts, recorder = None, Recorder()
     if kind.exports:
         facts = _export(options, step, manifest, ids, folder, recorder, say)
@@ -261,7 +263,7 @@ def _build_tensorrt(
 ) -> None:
     from forerun.compiler.engine_tensorrt import build_engine
 
-    def sizes(nodes: Size, verified: Size, pending: int) -> dict[str, Size]:
+    def sizes(nodes: int, verified: int, pending: int) -> dict[str, int]:
         return {
             "batch": 1,
             "nodes": nodes,
@@ -272,7 +274,7 @@ def _build_tensorrt(
             "uniform_positions": options.capacity,
         }
 
-    steps = [sizes(nodes, nodes, manifest.pending) for nodes in map(profile_size, manifest.trees)]
+    steps = [sizes(int(nodes), int(nodes), manifest.pending) for nodes in manifest.trees]
     prefill = sizes(options.chunk, 1, 0) | {"next_nodes": int(manifest.default_tree)}
     build_engine(
         folder / ONNX_FILE,
@@ -283,12 +285,6 @@ def _build_tensorrt(
         options.builder,
         _plans(options, recorder, manifest),
     )
-
-
-def profile_size(nodes: str) -> Size:
-    """Of a step's profile. Kernels for one row and no more read weights in an order of their own,
-    so that the engine would hold all of them twice."""
-    return int(nodes) if int(nodes) > 1 else (1, 2)
 
 
 def _plans(options: CompileOptions, recorder: Recorder, manifest: Manifest) -> dict[str, Plan]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forerun.compiler.options import recipe
+from forerun.compiler.options import ENGINE_KINDS, recipe
 from forerun.compiler.pipeline import FORM_FILE, draft_trees, drafter_facts
 from forerun.compiler.precision import PRECISIONS
 from forerun.compiler.staging import check_destination, put_in_place, staging
@@ -21,6 +21,7 @@ from forerun.models.checkpoint import SHIPPED, Checkpoint, load_checkpoint
 from forerun.models.drafter import Drafter
 from forerun.models.drafters import FOLDERLESS, DrafterSource, find_drafter, load_drafter
 from forerun.models.form import difference, form
+from forerun.models.linear import transpose_linears
 from forerun.runtime.bundle import Bundle, load_bundle
 from forerun.runtime.engine import BUILT
 from forerun.runtime.manifest import Manifest
@@ -100,6 +101,8 @@ def _replacement(bundle: Bundle, options: SwapOptions, say: Say) -> Replacement 
     trees = draft_trees(sorted(map(int, manifest.trees)), drafter)
     facts = drafter_facts(source, drafter)
     drafter = PRECISIONS[manifest.precision].drafter(drafter)
+    if ENGINE_KINDS[manifest.engine.kind].transposed:
+        transpose_linears(drafter)
     weights = {name: weight.detach().numpy() for name, weight in drafter.state_dict().items()}
     return Replacement(
         replace(

@@ -1,6 +1,6 @@
 """Linear layers: full precision, int8, and weights of 4 or 8 bits for GPUs.
 
-Weights lie as `[K, N]`, the way a matmul reads them.
+Weights lie as `[K, N]`, the way a matmul reads them, but for `TransposedLinear`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from forerun.models.ops import (
     dequantize_blocks,
     dequantize_float8,
     matmul_integer,
+    matmul_transposed,
     quantize_rows,
     round_float8,
 )
@@ -28,6 +29,36 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x @ self.weight
         return y if self.bias is None else y + self.bias
+
+
+class TransposedLinear(nn.Module):
+    """The same on a weight that lies as `[N, K]`."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.T.contiguous(), requires_grad=False)  # [N, K]
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x if x.dim() == 2 else x.reshape(-1, self.weight.shape[1])  # [n, K]
+        y: Tensor = matmul_transposed(rows, self.weight)
+        if x.dim() != 2:
+            y = y.reshape(*x.shape[:-1], self.weight.shape[0])
+        return y if self.bias is None else y + self.bias
+
+
+def transpose_linears(module: nn.Module) -> None:
+    """Have every full-precision linear layer below `module` read its weight as `[N, K]`.
+
+    For TensorRT: whatever the number of rows, its kernels take that order. Of `[K, N]` those for
+    a single row have a copy of their own, so that an engine holds every weight twice (measured).
+    """
+    made: dict[Linear, TransposedLinear] = {}  # a layer may be shared
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Linear):
+                made[child] = made.get(child) or TransposedLinear(child)
+                setattr(parent, name, made[child])
 
 
 class Int8Linear(nn.Module):

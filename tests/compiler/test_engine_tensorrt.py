@@ -16,15 +16,14 @@ import torch
 
 from forerun.compiler.builder import BuilderSettings
 from forerun.compiler.engine_tensorrt import build_engine, let_refit, refit_engine
-from forerun.compiler.export import export_step
-from forerun.compiler.pipeline import profile_size
+from forerun.compiler.export import TRANSLATIONS, export_step
 from forerun.errors import ForerunError, MissingDependencyError
 from forerun.models.combined import Combined
 from forerun.models.config import RopeConfig, TargetConfig
 from forerun.models.draft_model import DraftModel
 from forerun.models.drafter import Drafter
 from forerun.models.growing import as_growing
-from forerun.models.linear import Linear
+from forerun.models.linear import Linear, transpose_linears
 from forerun.models.medusa import Medusa, MedusaConfig
 from forerun.models.ngram import NGram
 from forerun.models.signature import Signature
@@ -236,27 +235,33 @@ def test_a_profile_must_size_every_symbol(tmp_path: Path) -> None:
 
 
 def test_plain_decoding_adds_no_weights_to_an_engine(tmp_path: Path) -> None:
-    """Pinned to one row it would: TensorRT-RTX 1.7.1 has those kernels read a copy of their own."""
+    """By `transpose_linears`: else TensorRT-RTX 1.7.1's kernels for one row read their own copy."""
     pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
-    wide, layers = 2048, 3
-    names = [f"w{layer}" for layer in range(layers)]
-    text = "".join(f"y{i + 1} = MatMul(y{i}, {name})\n" for i, name in enumerate(names))
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 24]> '
-        f"g (float16[N, {wide}] y0) => (float16[N, {wide}] y{layers}) {{ {text} }}"
-    )
-    weights = [random(wide, wide).half().numpy() for _ in names]
-    model.graph.initializer.extend(map(onnx.numpy_helper.from_array, weights, names))
+    layers = torch.nn.Sequential(*(Linear(random(2048, 2048)) for _ in range(3))).half()
+    x = random(3, 2048).half()
+    expected = layers(x)
+    transpose_linears(layers)
+    torch.testing.assert_close(layers(x), expected)
     path = tmp_path / "chain.onnx"
-    onnx.save(model, path)
-    facts = Signature({"y0": (("nodes", wide), torch.float16)}, (f"y{layers}",))
+    torch.onnx.export(
+        layers,
+        (x,),
+        path,
+        dynamo=True,
+        opset_version=24,
+        input_names=["x"],
+        output_names=["y"],
+        dynamic_shapes=({0: torch.export.Dim("nodes")},),
+        custom_translation_table=dict(TRANSLATIONS),
+        verbose=False,
+    )
+    facts = Signature({"x": (("nodes", 2048), torch.float16)}, ("y",))
     sizes = []
-    for profiles in (["6"], ["6", "1"]):
-        out = tmp_path / "-".join(profiles)
-        steps = [{"nodes": profile_size(nodes)} for nodes in profiles]
-        build_engine(path, out, facts, steps, "tensorrt-rtx")
+    for profiles in ([6], [6, 1]):
+        out = tmp_path / f"{len(profiles)}.engine"
+        build_engine(path, out, facts, [{"nodes": nodes} for nodes in profiles], "tensorrt-rtx")
         sizes.append(out.stat().st_size)
-    assert sizes[1] - sizes[0] < 0.5 * sum(weight.nbytes for weight in weights)
+    assert sizes[1] - sizes[0] < 0.5 * sum(p.nbytes for p in layers.parameters())
 
 
 def test_one_engine_serves_several_devices_and_its_layers_lie_beside_it(tmp_path: Path) -> None:
