@@ -101,7 +101,11 @@ def block_by_block(
     for layer in range(checkpoint.config.num_layers):
         target = _one_block(checkpoint, layer, stream, max(map(len, texts)), attention)
         after: list[Tensor] = []
-        found = over_inputs(target, places, measure, lambda f, after=after: after.append(f.taps[1]))
+
+        def keep(forward: Forward, after: list[Tensor] = after) -> None:
+            after.append(forward.taps[1])
+
+        found = over_inputs(target, places, measure, keep)
         yield {name.replace(".layers.0.", f".layers.{layer}."): m for name, m in found.items()}
         stream = torch.cat(after, dim=1)[0]
 

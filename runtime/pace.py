@@ -13,8 +13,9 @@ from forerun.runtime.plan import Plan
 class Pace(Protocol):
     """Asked before each launch, told after each step; the device waits for neither."""
 
-    largest: int
-    """Nodes of the largest tree that may be asked for."""
+    @property
+    def largest(self) -> int:
+        """Nodes of the largest tree that may be asked for."""
 
     def begin(self, context: int) -> int:
         """Nodes to draft behind the prefill of a lone request of so many tokens."""

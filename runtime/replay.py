@@ -47,8 +47,9 @@ NOTHING = Played(0, 0, ())
 class Rule(Protocol):
     """What is drafted at a place of an answer."""
 
-    nodes: int
-    """Of its trees, the root included."""
+    @property
+    def nodes(self) -> int:
+        """Of its trees, the root included."""
 
     def accepted(self, answer: Recording, at: int) -> list[int]:
         """The nodes on the path that a step whose root is token `at` accepts, downwards."""
