@@ -40,7 +40,7 @@ class Processes:
         with TemporaryDirectory() as folder:
             paths = Path(folder) / "job.json", Path(folder) / "outcome.json"
             write_json(paths[0], job)
-            words = [python, "-m", f"{__package__}.worker", *paths]
+            words = [str(python), "-m", f"{__package__}.worker", *map(str, paths)]
             variables = worker_variables(job.threads)
             try:
                 done = subprocess.run(
@@ -110,7 +110,7 @@ def compare(
 def inherited(name: str, measured: Mapping[str, Measured]) -> dict[str, Any]:
     """What the probe chose for the plain variant of `name`."""
     plain = VARIANTS[name].plain
-    if plain not in measured:
+    if plain is None or plain not in measured:
         return {}
     chosen = measured[plain].job.options
     return {option: chosen[option] for option in VARIANTS[plain].tried}

@@ -66,8 +66,8 @@ class Environment:
         failed = {}
         for name, packages in GROUPS.items():
             print(f"installing {', '.join(packages)}", flush=True)
-            words = [self.python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-            words += ["-c", CONSTRAINTS, *packages]
+            words = [str(self.python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+            words += ["-c", str(CONSTRAINTS), *packages]
             flags = {"CMAKE_ARGS": " ".join(f"-D{name}={value}" for name, value in FLAGS.items())}
             done = subprocess.run(words, env={**flags, **os.environ}, stderr=subprocess.PIPE)
             if done.returncode:

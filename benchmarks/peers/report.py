@@ -78,7 +78,7 @@ def _variant(
         "tokens": decoded,
         "tokens_per_step": decoded / steps if steps else 0.0,
         "identical_to_plain": identical(first, measured[plain].outcomes[0])
-        if plain in measured
+        if plain is not None and plain in measured
         else None,
         "forerun_to_this": ratio(rates[OURS], rates[name]) if OURS in rates else None,
         "versions": first.versions,
