@@ -100,6 +100,7 @@ def bench(
         **summed,
         "categories": categories(pairs),
         "skipped": len(prompts) - len(fitting),
+        **_drift(model, summed["tau"]),
         **costs(model, config.nodes),
         **singled_out(pairs, model.bundle.tokenizer, config.answers),
         **shown_tree(model.bundle.manifest.trees[str(config.nodes)], summed["acceptance_by_depth"]),
@@ -111,6 +112,11 @@ def bench(
         "machine": machine(),
         "versions": versions(),
     }
+
+
+def _drift(model: Model, tau: float) -> dict[str, float]:
+    plan = model.bundle.manifest.plan
+    return {"drift": plan.drift(tau)} if plan else {}
 
 
 def fitting_prompts(model: Model, prompts: Sequence[Prompt]) -> list[tuple[Prompt, list[int]]]:
@@ -249,6 +255,7 @@ def table(report: dict[str, Any]) -> Any:
     for name, value in (
         ("speedup", f"{report['speedup']:.2f}{interval}"),
         ("tau", f"{report['tau']:.2f}"),
+        *([("tau against the plan's", f"{report['drift']:+.0%}")] if "drift" in report else []),
         ("accepted to depth 1, 2, ...", depths),
         ("identical", f"{report['identical']} of {report['prompts']}"),
         ("verify cost", cost),

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from forerun.errors import ForerunError
+from forerun.runtime.plan import Plan
 from forerun.runtime.tree import Tree
 
 PATH = click.Path(path_type=Path)
@@ -213,6 +214,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
                 "prefill chunk": f"{manifest.chunk} tokens",
                 "draft trees": ", ".join(_tree_words(size, manifest.trees[size]) for size in sizes),
                 "default tree": manifest.default_tree,
+                "plan": _plan_words(manifest.plan),
                 "files": f"{len(manifest.files)}, {total / 1e6:.1f} MB",
                 "step contract": manifest.contract,
                 "forerun": manifest.forerun,
@@ -271,6 +273,16 @@ def write_page(report: dict[str, Any], command: str, page: Path | None) -> None:
     from forerun.runtime.report import render
 
     write_output(page, render(report, command))
+
+
+def _plan_words(plan: Plan | None) -> str:
+    if plan is None:
+        return "none: forerun tune makes one"
+    return ", ".join(
+        f"{choice.nodes} from {choice.context} tokens"
+        + (f" with {choice.rows} rows" if choice.rows > 1 else "")
+        for choice in plan.choices
+    )
 
 
 def _tree_words(nodes: str, tree: Tree | None) -> str:

@@ -48,6 +48,12 @@ class Plan:
         length = _at_most(context, (choice.context for choice in known))
         return next(choice for choice in known if choice.context == length)
 
+    def drift(self, tau: float) -> float:
+        """How far a measured tau lies from the recorded one of short contexts: -0.2 is a fifth
+        below. Where little is drafted there is none."""
+        expected = self.choices[0].tau
+        return tau / expected - 1 if expected > 1 else 0.0
+
     @property
     def largest(self) -> int:
         """Nodes of the largest tree that it drafts."""

@@ -39,6 +39,16 @@ def test_the_largest_measured_batch_and_context_below_decide() -> None:
     assert pace.largest == 8
 
 
+def test_drift_is_told_against_the_recorded_tau() -> None:
+    chosen = plan((1, 32, 8, 1.5))  # whose tau is 2.0
+    assert (chosen.drift(1.5), chosen.drift(2.0), chosen.drift(2.2)) == (
+        -0.25,
+        0.0,
+        pytest.approx(0.1),
+    )
+    assert replace(chosen, choices=(Choice(1, 32, 1, 1.0, 1.0),)).drift(1.0) == 0.0
+
+
 def test_a_drafter_that_pays_later_is_kept_up_from_the_beginning() -> None:
     pace = Planned(plan((1, 32, 1, 1.0), (1, 512, 6, 1.4)))
     assert (pace.begin(40), pace.nodes(40)) == (6, 1)
