@@ -16,6 +16,8 @@ LABEL_GAP = 16
 """Pixels between the labels at the ends of neighbouring lines."""
 CROWDED = 10.0
 """Percent between two ticks below which one of them has no label."""
+NAME_ROOM = 26
+"""Characters that fit below the columns of a plot on a phone."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def bar_plot(
     ticks = nice_ticks(1.0 if shares else max((value for _, value in values), default=0.0))
     slot = 100 / max(len(values), 1)
     # Every second or third name, where all of them would run together.
-    stride = math.ceil(len(values) * max((len(name) for name, _ in values), default=1) / 44)
+    stride = math.ceil(len(values) * max((len(name) for name, _ in values), default=1) / NAME_ROOM)
 
     def down(value: float) -> float:
         return HEIGHT * (1 - value / ticks[-1])
