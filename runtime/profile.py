@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
+from itertools import zip_longest
 from operator import add
 from typing import Any
 
@@ -32,11 +33,14 @@ from forerun.runtime.bench import (
 from forerun.runtime.costs import verify_costs
 from forerun.runtime.loop import Stats
 from forerun.runtime.model import Model
+from forerun.runtime.pace import Fixed
 from forerun.runtime.parts import OTHER, PARTS
 from forerun.runtime.positions import acceptance_by_position
-from forerun.runtime.profilers import PREFILL, STEP, Timed, load_profiled
+from forerun.runtime.profilers import PREFILL, STEP, Label, Timed, load_profiler
 from forerun.runtime.prompts import Prompt
 from forerun.runtime.waterfall import HOST, UNEXPLAINED, WAITING, Side, unexplained, waterfall
+
+PLAIN, SPECULATIVE = WAYS = ("plain", "speculative")
 
 
 @dataclass
@@ -44,16 +48,15 @@ class Profile:
     """What was found so far: answers, and their launches timed, by kind of decoding."""
 
     pairs: list[Pair] = field(default_factory=list)
-    timed: dict[tuple[bool, str], Timed] = field(default_factory=dict)
-    """By (plain?, `PREFILL` or `STEP`)."""
+    timed: dict[Label, Timed] = field(default_factory=dict)
 
-    def of(self, plain: bool, kind: str = STEP) -> Timed:
+    def of(self, way: str, kind: str = STEP) -> Timed:
         """The launches of that kind."""
-        return self.timed.setdefault((plain, kind), Timed())
+        return self.timed.setdefault((way, kind), Timed())
 
-    def stats(self, plain: bool) -> Stats:
+    def stats(self, way: str) -> Stats:
         """Of all answers given that way."""
-        sides = (pair.plain if plain else pair.speculative for pair in self.pairs)
+        sides = (pair.plain if way == PLAIN else pair.speculative for pair in self.pairs)
         return reduce(add, (side.stats for side in sides), Stats())
 
 
@@ -94,58 +97,63 @@ def profile(
 
 
 def _time(model: Model, ids: Sequence[int], config: BenchConfig, found: Profile) -> None:
-    """Answer both ways on engines with the profiler on, and add up their launches."""
-    for plain in (True, False):
-        # An engine of its own: profilers keep a bounded number of events, and end only once.
-        engine = load_profiled(model.bundle, model.engine, config.threads)
-        if engine is None:
-            return
-        nodes = 1 if plain else config.nodes
-        profiled = Model(model.bundle, engine)
-        profiled.stream_ids(ids, config.max_new_tokens, config.params, nodes).completion  # noqa: B018
-        for kind, timed in engine.timed().items():
-            found.of(plain, kind).join(timed)
+    """Answer both ways with a profiler on, and add up the launches."""
+    # One for each prompt: profilers keep a bounded number of events, and end only once.
+    profiler = load_profiler(model.bundle, model.engine)
+    if profiler is None:
+        return
+    streams = [
+        Model(model.bundle, profiler.engine(way)).stream_ids(
+            ids, config.max_new_tokens, config.params, pace
+        )
+        for way, pace in ((PLAIN, Fixed(1)), (SPECULATIVE, config.pace))
+    ]
+    # Step by step in turns: what slows the machine down for a while slows down both.
+    for _ in zip_longest(*streams):
+        pass
+    for label, timed in profiler.timed().items():
+        found.of(*label).join(timed)
 
 
 def _report(found: Profile) -> dict[str, Any]:
     """What the profile says, without what was profiled."""
-    plain, speculative = found.stats(plain=True), found.stats(plain=False)
+    plain, speculative = found.stats(PLAIN), found.stats(SPECULATIVE)
     if not plain.steps or not speculative.steps:
         raise ForerunError("every answer ends at its first token: give other prompts")
-    price = found.of(True).price
-    sides = {way: _side(found, way, price) for way in (True, False)}
-    levels = waterfall(sides[True], sides[False])
-    shares = found.of(False).shares(price)
+    price = found.of(PLAIN).price
+    sides = {way: _side(found, way, price) for way in WAYS}
+    levels = waterfall(sides[PLAIN], sides[SPECULATIVE])
+    shares = found.of(SPECULATIVE).shares(price)
     return {
         **summary(found.pairs),
         "waterfall": [asdict(level) for level in levels],
         "unexplained": unexplained(levels),
-        "parts": _parts(sides[False]),
-        "plain_parts": _parts(sides[True]),
+        "parts": _parts(sides[SPECULATIVE]),
+        "plain_parts": _parts(sides[PLAIN]),
         "latency": _latency(speculative, len(found.pairs)),
-        "prefill_shares": found.of(False, PREFILL).shares(price),
+        "prefill_shares": found.of(SPECULATIVE, PREFILL).shares(price),
         "acceptance_by_position": acceptance_by_position(
             pair.speculative.stats.trace for pair in found.pairs
         ),
         "categories": categories(found.pairs),
         "profiler": {
-            "launches": found.of(False).launches,
+            "launches": found.of(SPECULATIVE).launches,
             "ms_a_node": price,
             "unattributed": shares.get(OTHER, 0.0) if shares else 1.0,
         },
     }
 
 
-def _side(found: Profile, plain: bool, price: float) -> Side:
+def _side(found: Profile, way: str, price: float) -> Side:
     """One way of decoding: its clock, and the parts that it is made of.
 
     The profiler says what shares of the engine's time they have: a machine that was slower while
     it timed changes nothing.
     """
-    stats = found.stats(plain)
+    stats = found.stats(way)
     committed = stats.tau * stats.steps
     engine, wall = (1e3 * s / stats.steps for s in (stats.engine_seconds, stats.wall_seconds))
-    shares = found.of(plain).shares(price)
+    shares = found.of(way).shares(price)
     return Side(
         wall,
         {**{part: engine * n for part, n in shares.items()}, HOST: wall - engine, WAITING: 0.0},

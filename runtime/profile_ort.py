@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from forerun.runtime.bundle import Bundle
+from forerun.runtime.engine import Engine
 from forerun.runtime.engine_ort import OrtEngine, bind, open_session, session_options
 from forerun.runtime.engine_step import Named
-from forerun.runtime.profilers import Labelled, Timed
+from forerun.runtime.profilers import Label, Labelled, Timed, by_label
 
 LAUNCH = "model_run"
 """The event that ends a launch's."""
@@ -22,46 +23,66 @@ CONTROL = ("If", "Loop", "Scan")
 Event = dict[str, Any]
 
 
-class ProfiledOrt(Labelled, OrtEngine):
-    """`OrtEngine` that launches each step twice: on its own session, by the clock, and at once
-    again on one whose profiler is on. A step that is launched again does the same to its buffers.
+class OrtProfiler:
+    """Launches each step twice: on a session by the clock, and at once again on one whose profiler
+    is on. A step that is launched again does the same to its buffers.
 
     The profiler keeps a million events, some hundred steps: what comes after them is not timed.
     """
 
-    def __init__(self, bundle: Bundle, threads: int | None = None, rows: int = 1) -> None:
+    def __init__(self, bundle: Bundle, threads: int) -> None:
+        self.bundle = bundle
         self.folder = tempfile.TemporaryDirectory(prefix="forerun-profile-")
-        self.clocks: list[float] = []
-        super().__init__(bundle, threads, rows)
-
-    def timed(self) -> dict[str, Timed]:
-        """As `Profiled` says."""
-        path = Path(self.watched.end_profiling())
-        with path.open(encoding="utf-8") as stream:
-            nodes = (list(_innermost(events)) for events in _launches(_events(stream)))
-            found = self._sorted(zip(self.clocks, nodes, strict=False))
-        self.folder.cleanup()
-        return found
-
-    def _bind(self, inputs: Named, outputs: Named, nodes: int, again: bool) -> Any:
-        return [bind(session, inputs, outputs) for session in (self.session, self.watched)]
-
-    def _launch(self, bound: Any) -> None:
-        start = time.perf_counter()
-        super()._launch(bound[0])
-        self.clocks.append(1e3 * (time.perf_counter() - start))
-        self.watched.run_with_iobinding(bound[1][0])
-
-    def _open(self, bundle: Bundle, threads: int | None) -> Any:
-        """The session that runs by the clock; the other one is `watched`."""
         options = [session_options(threads) for _ in range(2)]
         for each in options:
             # Threads that wait for work would take time from the other session.
             each.add_session_config_entry("session.force_spinning_stop", "1")
         options[1].enable_profiling = True
         options[1].profile_file_prefix = str(Path(self.folder.name) / "events")
-        session, self.watched = (open_session(bundle, each) for each in options)
-        return session
+        self.clocked, self.watched = (open_session(bundle, each) for each in options)
+        self.notes: list[Label] = []
+        self.clocks: list[float] = []
+
+    def engine(self, name: str) -> Engine:
+        """As `Profiler` says."""
+        return WatchedOrt(name, self)
+
+    def timed(self) -> dict[Label, Timed]:
+        """As `Profiler` says."""
+        path = Path(self.watched.end_profiling())
+        with path.open(encoding="utf-8") as stream:
+            nodes = (list(_innermost(events)) for events in _launches(_events(stream)))
+            found = by_label(self.notes, zip(self.clocks, nodes, strict=False))
+        self.folder.cleanup()
+        return found
+
+
+class WatchedOrt(Labelled, OrtEngine):
+    """An engine whose sessions are a profiler's."""
+
+    def __init__(self, name: str, profiler: OrtProfiler) -> None:
+        self.profiler = profiler
+        super().__init__(name, profiler.notes, profiler.bundle)
+
+    def _open(self, bundle: Bundle, threads: int | None) -> Any:
+        return self.profiler.clocked
+
+    def _bind(self, inputs: Named, outputs: Named, nodes: int, again: bool) -> Any:
+        sessions = self.profiler.clocked, self.profiler.watched
+        return [bind(session, inputs, outputs) for session in sessions]
+
+    def _launch(self, bound: Any) -> None:
+        start = time.perf_counter()
+        super()._launch(bound[0])
+        self.profiler.clocks.append(1e3 * (time.perf_counter() - start))
+        self.profiler.watched.run_with_iobinding(bound[1][0])
+
+
+def open_profiler(bundle: Bundle, like: Engine) -> OrtProfiler | None:
+    """For an engine on the CPU; none for one on a GPU, whose nodes the profiler sees launched."""
+    if not isinstance(like, OrtEngine):
+        return None
+    return OrtProfiler(bundle, like.session.get_session_options().intra_op_num_threads)
 
 
 def _events(lines: Iterable[str]) -> Iterator[Event]:

@@ -10,40 +10,60 @@ import json
 from typing import Any
 
 from forerun.runtime.bundle import Bundle
+from forerun.runtime.engine import Engine
 from forerun.runtime.engine_tensorrt import Bound, TensorRtEngine
-from forerun.runtime.profilers import Labelled, Timed
+from forerun.runtime.profilers import Label, Labelled, Timed, by_label
 
 
-class ProfiledTensorRt(Labelled, TensorRtEngine):
-    """`TensorRtEngine` whose layers are timed: launched one by one, for a graph reports nothing."""
+class TensorRtProfiler:
+    """Collects what TensorRT reports of each layer of each launch."""
 
-    def __init__(self, bundle: Bundle, threads: int | None = None, rows: int = 1) -> None:
-        self.layers: list[list[tuple[str, float]]] = []
-        super().__init__(bundle, threads, rows)
-        self.nodes_of = self._nodes_of()
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle = bundle
+        self.notes: list[Label] = []
+        self.launches: list[list[tuple[str, float]]] = []
+        self.nodes_of: dict[str, str] = {}
 
-    def timed(self) -> dict[str, Timed]:
-        """As `Profiled` says. Layers are timed on the device, which costs them nothing."""
-        return self._sorted(
-            (sum(ms for _, ms in layers), [(self.nodes_of.get(n, n), ms) for n, ms in layers])
-            for layers in self.layers
-        )
+    def engine(self, name: str) -> Engine:
+        """As `Profiler` says."""
+        engine = WatchedTensorRt(name, self)
+        self.nodes_of = _nodes_of(engine)
+        return engine
+
+    def timed(self) -> dict[Label, Timed]:
+        """As `Profiler` says. Layers are timed on the device, which costs them nothing."""
+        named = ([(self.nodes_of.get(n, n), ms) for n, ms in layers] for layers in self.launches)
+        return by_label(self.notes, ((sum(ms for _, ms in layers), layers) for layers in named))
+
+
+class WatchedTensorRt(Labelled, TensorRtEngine):
+    """Launches steps one by one, for a CUDA graph reports nothing."""
+
+    def __init__(self, name: str, profiler: TensorRtProfiler) -> None:
+        self.profiler = profiler
+        super().__init__(name, profiler.notes, profiler.bundle)
 
     def _launch(self, bound: Bound) -> None:
-        self.layers.append([])
+        self.profiler.launches.append([])
         if bound.context.profiler is None:
-            bound.context.profiler = _reporter(self.trt, self.layers)
+            bound.context.profiler = _reporter(self.trt, self.profiler.launches)
         super()._launch(bound)
 
     def _capturable(self, bound: Bound) -> bool:
         return False
 
-    def _nodes_of(self) -> dict[str, str]:
-        """Layer -> its ONNX nodes, where the engine was built to tell."""
-        inspector = self.engine.create_engine_inspector()
-        text = inspector.get_engine_information(self.trt.LayerInformationFormat.JSON)
-        layers = [layer for layer in json.loads(text)["Layers"] if isinstance(layer, dict)]
-        return {layer["Name"]: layer.get("Metadata") or layer["Name"] for layer in layers}
+
+def open_profiler(bundle: Bundle, like: Engine) -> TensorRtProfiler:
+    """TensorRT can time any engine's layers."""
+    return TensorRtProfiler(bundle)
+
+
+def _nodes_of(engine: TensorRtEngine) -> dict[str, str]:
+    """Layer -> its ONNX nodes, where the engine was built to tell."""
+    inspector = engine.engine.create_engine_inspector()
+    text = inspector.get_engine_information(engine.trt.LayerInformationFormat.JSON)
+    layers = [layer for layer in json.loads(text)["Layers"] if isinstance(layer, dict)]
+    return {layer["Name"]: layer.get("Metadata") or layer["Name"] for layer in layers}
 
 
 def _reporter(trt: Any, launches: list[list[tuple[str, float]]]) -> Any:

@@ -13,6 +13,8 @@ from forerun.runtime.engine import Engine, Request
 from forerun.runtime.parts import part_of
 
 PREFILL, STEP = "prefill", "step"
+Label = tuple[str, str]
+"""What an engine is called, and `PREFILL` or `STEP`."""
 Nodes = Iterable[tuple[str, float]]
 """Name and milliseconds of each."""
 
@@ -60,19 +62,21 @@ class Timed:
         return {part: (ms - price * self.nodes[part]) / self.clock for part, ms in self.ms.items()}
 
 
-class Profiled(Engine, Protocol):
-    """An engine whose launches are timed node by node; slower than without."""
+class Profiler(Protocol):
+    """Opens engines whose launches are timed node by node, which makes them slower."""
 
-    def timed(self) -> dict[str, Timed]:
-        """End the timing: all launches so far, by `PREFILL` and `STEP`."""
+    def engine(self, name: str) -> Engine:
+        """One for one request at a time; several may take turns."""
+
+    def timed(self) -> dict[Label, Timed]:
+        """End the timing: all launches so far, by the engine's name and `PREFILL` or `STEP`."""
 
 
 class Labelled:
-    """Beside a `StepEngine`: knows of each launch whether it is a prefill's."""
+    """Beside a `StepEngine`: notes for each launch whose it is, and whether a prefill's."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.labels: list[str] = []
-        self._now = STEP
+    def __init__(self, name: str, notes: list[Label], *arguments: Any) -> None:
+        self._name, self._now, self._notes = name, STEP, notes
         super().__init__(*arguments)
 
     def prefill(self, request: Request, nodes: int, row: int = 0) -> list[int]:
@@ -85,33 +89,30 @@ class Labelled:
         return first
 
     def _launch(self, bound: Any) -> None:
-        self.labels.append(self._now)
+        self._notes.append((self._name, self._now))
         super()._launch(bound)  # type: ignore[misc]
 
-    def _sorted(self, launches: Iterable[tuple[float, Nodes]]) -> dict[str, Timed]:
-        """(clock, nodes) of each launch, in order, added up by kind."""
-        found: dict[str, Timed] = defaultdict(Timed)
-        for label, launch in zip(self.labels, launches, strict=False):
-            found[label].add(*launch)
-        return found
+
+def by_label(notes: Iterable[Label], launches: Iterable[tuple[float, Nodes]]) -> dict[Label, Timed]:
+    """(clock, nodes) of each launch, in the order of the notes, added up."""
+    found: dict[Label, Timed] = defaultdict(Timed)
+    for label, launch in zip(notes, launches, strict=False):
+        found[label].add(*launch)
+    return found
 
 
 PROFILERS: dict[str, str] = {
-    "ort": "forerun.runtime.profile_ort:ProfiledOrt",
-    "tensorrt": "forerun.runtime.profile_tensorrt:ProfiledTensorRt",
-    "tensorrt-rtx": "forerun.runtime.profile_tensorrt:ProfiledTensorRt",
+    "ort": "forerun.runtime.profile_ort:open_profiler",
+    "tensorrt": "forerun.runtime.profile_tensorrt:open_profiler",
+    "tensorrt-rtx": "forerun.runtime.profile_tensorrt:open_profiler",
 }
-"""Engine kind -> the engine with its profiler on."""
+"""Engine kind -> what makes a profiler of an engine, or None where it can't."""
 
 
-def load_profiled(bundle: Bundle, like: Engine, threads: int | None = None) -> Profiled | None:
-    """An engine as `like` with its own profiler on, for one request of `bundle`.
-
-    None where there is none that goes node by node.
-    """
+def load_profiler(bundle: Bundle, like: Engine) -> Profiler | None:
+    """A profiler for engines of `bundle` as `like` is; None where there is none."""
     module, _, name = PROFILERS.get(bundle.manifest.engine.kind, "").partition(":")
-    kind = getattr(importlib.import_module(module), name) if module else None
-    if kind is None or not issubclass(kind, type(like)):
+    if not module:
         return None
-    engine: Profiled = kind(bundle, threads, 1)
-    return engine
+    found: Profiler | None = getattr(importlib.import_module(module), name)(bundle, like)
+    return found

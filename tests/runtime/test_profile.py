@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from forerun.runtime.model import Model, load
 from forerun.runtime.pace import Fixed
 from forerun.runtime.parts import OTHER, PARTS
 from forerun.runtime.profile import profile
-from forerun.runtime.profile_ort import ProfiledOrt, _innermost, _launches
-from forerun.runtime.profilers import PREFILL, STEP, load_profiled
+from forerun.runtime.profile_ort import OrtProfiler, _innermost, _launches
+from forerun.runtime.profilers import PREFILL, STEP, load_profiler
 from forerun.runtime.prompts import Prompt, read_prompts
 from forerun.runtime.waterfall import MEASURED, UNEXPLAINED
 
@@ -70,7 +71,7 @@ def test_the_rest_that_a_program_reads(report: dict[str, Any]) -> None:
     assert decoding == pytest.approx(1e3 * report["speculative"]["seconds"])
     assert latency["prefill"] == pytest.approx(report["speculative"]["prefill_ms"])
     for costs in report["verify_curve"].values():
-        assert set(costs) >= {"1", "10"} and all(ms > 0 for ms in costs.values())
+        assert set(costs) >= {"1", "8"} and all(ms > 0 for ms in costs.values())
     assert report["bundle"]["hash"] == "tiny" and report["machine"]["cpu"]
     assert report["profiler"]["launches"] == report["speculative"]["steps"]
     json.dumps(report)
@@ -81,15 +82,15 @@ def test_nodes_that_onnx_runtime_ran_have_a_part(
     bundle: str, request: pytest.FixtureRequest
 ) -> None:
     opened = load_bundle(request.getfixturevalue(bundle))
-    engine = load_profiled(opened, load_engine(opened), threads=1)
-    assert isinstance(engine, ProfiledOrt)
+    profiler = load_profiler(opened, load_engine(opened, threads=1))
+    assert isinstance(profiler, OrtProfiler)
     nodes = int(opened.manifest.default_tree)
-    stream = Model(opened, engine).stream("abab abab" * 4, 20, nodes=nodes)
+    stream = Model(opened, profiler.engine("me")).stream("abab abab" * 4, 20, nodes=nodes)
     stats = stream.completion.stats
-    timed = engine.timed()
-    assert timed[PREFILL].launches == 3  # chunks of 16
-    assert timed[STEP].launches == stats.steps
-    assert not Path(engine.folder.name).exists()
+    timed = profiler.timed()
+    assert timed["me", PREFILL].launches == 3  # chunks of 16
+    assert timed["me", STEP].launches == stats.steps
+    assert not Path(profiler.folder.name).exists()
     for kind in timed.values():
         assert set(kind.ms) >= set(PARTS) and all(ms > 0 for ms in kind.ms.values())
         # What ONNX Runtime put in by itself.
@@ -97,26 +98,28 @@ def test_nodes_that_onnx_runtime_ran_have_a_part(
         assert kind.clock > 0
 
 
-def test_the_nodes_of_a_branch_that_is_taken_are_timed(tiny_combined_bundle: Path) -> None:
+def test_engines_take_turns(tiny_combined_bundle: Path) -> None:
+    """Two requests side by side on one profiler: each has its own tokens and its own launches."""
     opened = load_bundle(tiny_combined_bundle)
+    model = load(tiny_combined_bundle, threads=1)
+    profiler = load_profiler(opened, model.engine)
+    assert profiler is not None
+    ids = opened.tokenizer.encode("abab IJKL").ids
+    streams = {
+        nodes: Model(opened, profiler.engine(str(nodes))).stream_ids(ids, 16, nodes=nodes)
+        for nodes in (1, 10)
+    }
+    for _ in zip_longest(*streams.values()):
+        pass
+    timed, expected = profiler.timed(), model.stream_ids(ids, 16).completion.token_ids
     counts = {}
-    for nodes in (1, 10):
-        engine = load_profiled(opened, load_engine(opened), threads=1)
-        assert engine is not None
-        stats = Model(opened, engine).stream("abab", 12, nodes=nodes).completion.stats
-        counts[nodes] = engine.timed()[STEP].nodes["draft"] / stats.steps
-    assert counts[10] > 2 * counts[1]
-
-
-def test_an_answer_on_a_profiled_engine_is_the_same(tiny_bundle: Path) -> None:
-    opened = load_bundle(tiny_bundle)
-    model = load(tiny_bundle)
-    engine = load_profiled(opened, model.engine)
-    assert engine is not None
-    found = Model(opened, engine).generate("abab", 16)
-    assert found.token_ids == model.generate("abab", 16).token_ids
-    assert found.stats.trace and sum(found.stats.trace) >= 15
-    engine.timed()
+    for nodes, stream in streams.items():
+        found = stream.completion
+        assert found.token_ids == expected
+        steps = timed[str(nodes), STEP]
+        assert steps.launches == found.stats.steps == len(found.stats.trace)
+        counts[nodes] = steps.nodes["draft"] / steps.launches
+    assert counts[10] > 2 * counts[1]  # what is in the branch that plain decoding doesn't take
 
 
 def event(name: str, ts: int, dur: int, cat: str = "Node") -> dict[str, Any]:
