@@ -53,12 +53,16 @@ def transpose_linears(module: nn.Module) -> None:
     For TensorRT: whatever the number of rows, its kernels take that order. Of `[K, N]` those for
     a single row have a copy of their own, so that an engine holds every weight twice (measured).
     """
-    made: dict[Linear, TransposedLinear] = {}  # a layer may be shared
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
+    places: dict[Linear, list[tuple[nn.Module, str]]] = {}  # a layer may have several
+    for parent in module.modules():
+        for name, child in parent.named_children():
             if isinstance(child, Linear):
-                made[child] = made.get(child) or TransposedLinear(child)
-                setattr(parent, name, made[child])
+                places.setdefault(child, []).append((parent, name))
+    while places:  # one after the other: a layer's weight is there twice for a moment only
+        layer, homes = places.popitem()
+        transposed = TransposedLinear(layer)
+        for parent, name in homes:
+            setattr(parent, name, transposed)
 
 
 class Int8Linear(nn.Module):
