@@ -34,18 +34,26 @@ class Costs:
     context: int = SHORT
     rows: int = 1
     """Requests side by side; a step moves each of them on."""
+    skips_empty: bool = False
+    """Whether a step for which nothing was proposed verifies the root alone."""
 
     def draft(self, nodes: int) -> float:
         """Milliseconds that drafting takes."""
         return max(self.step[nodes] - self.verify[nodes], 0.0)
 
-    def speedup(self, tau: float, nodes: int) -> float:
+    def speedup(self, tau: float, nodes: int, empty: float = 0.0) -> float:
         """Plain time a token over speculative time a token, the host's share left out.
+
+        `empty` is the share of steps for which nothing was proposed.
 
         That is tau / (verify(n) + c) in the words of Leviathan et al. (arXiv:2211.17192, theorem
         3.8), whose verify(n) is 1 and whose tau is a chain's. 1 node is plain decoding.
         """
-        return 1.0 if nodes == 1 else tau * self.plain / self.step[nodes]
+        if nodes == 1:
+            return 1.0
+        empty = empty if self.skips_empty else 0.0
+        alone = self.plain + self.draft(nodes)
+        return tau * self.plain / (empty * alone + (1 - empty) * self.step[nodes])
 
 
 def measure_costs(
@@ -77,8 +85,32 @@ def measure_costs(
         cost = {what: base * median(ratios) for what, ratios in over.items()}
         verify = {nodes: ms for (nodes, drafts), ms in cost.items() if drafts == 1}
         step = {nodes: ms for (nodes, drafts), ms in cost.items() if drafts > 1}
-        found.append(Costs(base, verify, step, context, engine.rows))
+        found.append(Costs(base, verify, step, context, engine.rows, engine.skips_empty))
     return found
+
+
+def at_context(costs: Sequence[Costs], context: float) -> Costs:
+    """Costs between those that were measured, on straight lines; at the ends the nearest."""
+    ordered = sorted(costs, key=lambda cost: cost.context)
+    lower = max((c for c in ordered if c.context <= context), key=_context, default=ordered[0])
+    upper = min((c for c in ordered if c.context >= context), key=_context, default=ordered[-1])
+    span = upper.context - lower.context
+    share = (context - lower.context) / span if span else 0.0
+
+    def between(low: float, high: float) -> float:
+        return low + share * (high - low)
+
+    return replace(
+        lower,
+        plain=between(lower.plain, upper.plain),
+        verify={n: between(ms, upper.verify[n]) for n, ms in lower.verify.items()},
+        step={n: between(ms, upper.step[n]) for n, ms in lower.step.items()},
+        context=round(context),
+    )
+
+
+def _context(cost: Costs) -> int:
+    return cost.context
 
 
 def verify_costs(bundle: Bundle, threads: int | None = None) -> list[Costs]:

@@ -36,6 +36,8 @@ class Engine(Protocol):
     """The longest that prompt and new tokens together may get."""
     verified: int
     """Nodes of the trees that the step launched last verifies."""
+    skips_empty: bool
+    """Whether a step for which nothing was proposed costs no more than verifying the root."""
     drafted: int
     """Nodes of the trees that it drafts, or that the last prefill drafted."""
 

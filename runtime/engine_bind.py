@@ -25,6 +25,8 @@ class BoundStep(ABC):
 
     ahead = 0
     """Steps that may be launched before the tokens of the one before them are read."""
+    skips_empty = False
+    """Whether a step for which nothing was proposed costs no more than verifying the root."""
     branches_on_host = False
     """Whether it is the host that reads `remembering` and `drafting`, from its own memory."""
 

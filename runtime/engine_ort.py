@@ -36,6 +36,8 @@ NUMPY_TYPES = {
 class OrtEngine(StepEngine):
     """A bundle's ONNX graph on the CPU."""
 
+    skips_empty = True
+
     def __init__(self, bundle: Bundle, threads: int | None = None, rows: int = 1) -> None:
         self.session = self._open(bundle, threads)
         inputs = {v.name: (v.shape, NUMPY_TYPES[v.type]) for v in self.session.get_inputs()}

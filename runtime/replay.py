@@ -23,11 +23,18 @@ class Played:
     """Tokens, the bonus tokens included."""
     reached: tuple[int, ...]
     """Steps that accepted at least 1, 2, ... drafted tokens."""
+    empty: int = 0
+    """Steps for which the drafter proposed nothing."""
 
     @property
     def tau(self) -> float:
         """Tokens committed a step."""
         return self.committed / max(self.steps, 1)
+
+    @property
+    def empty_share(self) -> float:
+        """Of the steps, those for which nothing was proposed."""
+        return self.empty / max(self.steps, 1)
 
     @property
     def acceptance_by_depth(self) -> list[float]:
@@ -38,7 +45,12 @@ class Played:
         longest = max(len(self.reached), len(other.reached))
         columns = (part.reached + (0,) * (longest - len(part.reached)) for part in (self, other))
         reached = tuple(a + b for a, b in zip(*columns, strict=True))
-        return Played(self.steps + other.steps, self.committed + other.committed, reached)
+        return Played(
+            self.steps + other.steps,
+            self.committed + other.committed,
+            reached,
+            self.empty + other.empty,
+        )
 
 
 NOTHING = Played(0, 0, ())
@@ -51,8 +63,8 @@ class Rule(Protocol):
     def nodes(self) -> int:
         """Of its trees, the root included."""
 
-    def accepted(self, answer: Recording, at: int) -> list[int]:
-        """The nodes on the path that a step whose root is token `at` accepts, downwards."""
+    def draft(self, answer: Recording, at: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The tokens and parents of the tree below token `at`: the root first, -1 for no token."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +77,9 @@ class FixedTree:
     def nodes(self) -> int:
         return self.tree.nodes
 
-    def accepted(self, answer: Recording, at: int) -> list[int]:
+    def draft(self, answer: Recording, at: int) -> tuple[Sequence[int], Sequence[int]]:
         tokens = [-1, *(int(answer.proposed[at, slot - 1]) for slot in self.tree.slots[1:])]
-        return _path(tokens, self.tree.parents, answer.tokens[at + 1 :])
+        return tokens, self.tree.parents
 
 
 @dataclass(frozen=True)
@@ -76,11 +88,11 @@ class GrownTree:
 
     nodes: int
 
-    def accepted(self, answer: Recording, at: int) -> list[int]:
+    def draft(self, answer: Recording, at: int) -> tuple[Sequence[int], Sequence[int]]:
         assert answer.parents is not None
         count = self.nodes - 1
         tokens = [-1, *answer.proposed[at, :count].tolist()]
-        return _path(tokens, [-1, *answer.parents[at, :count].tolist()], answer.tokens[at + 1 :])
+        return tokens, [-1, *answer.parents[at, :count].tolist()]
 
 
 @dataclass(frozen=True)
@@ -92,10 +104,10 @@ class Lookup:
     longest: int
     shortest: int
 
-    def accepted(self, answer: Recording, at: int) -> list[int]:
+    def draft(self, answer: Recording, at: int) -> tuple[Sequence[int], Sequence[int]]:
         text = [*answer.prompt, *answer.tokens[: at + 1]]
         chain = look_up(text, self.nodes - 1, self.longest, self.shortest)
-        return _path([-1, *chain], range(-1, len(chain)), answer.tokens[at + 1 :])
+        return [-1, *chain], range(-1, len(chain))
 
 
 def look_up(text: Sequence[int], gamma: int, longest: int, shortest: int) -> list[int]:
@@ -115,14 +127,16 @@ def replay(answers: Sequence[Recording], rule: Rule) -> Played:
     at run time."""
     total = NOTHING
     for answer in answers:
-        at, steps, committed = 0, 0, 0
+        at, steps, committed, empty = 0, 0, 0, 0
         reached: Counter[int] = Counter()
         while at < answer.length - 1:
-            depth = len(rule.accepted(answer, at))
+            tokens, parents = rule.draft(answer, at)
+            depth = len(accepted(tokens, parents, answer.tokens[at + 1 :]))
             steps, committed, at = steps + 1, committed + depth + 1, at + depth + 1
             reached.update(range(1, depth + 1))
+            empty += all(token < 0 for token in tokens)
         deepest = max(reached, default=0)
-        total += Played(steps, committed, tuple(reached[d] for d in range(1, deepest + 1)))
+        total += Played(steps, committed, tuple(reached[d] for d in range(1, deepest + 1)), empty)
     return total
 
 
@@ -132,7 +146,7 @@ def node_shares(answers: Sequence[Recording], rule: Rule) -> list[float]:
     for answer in answers:
         at = 0
         while at < answer.length - 1:
-            path = rule.accepted(answer, at)
+            path = accepted(*rule.draft(answer, at), answer.tokens[at + 1 :])
             hits.update(path)
             steps, at = steps + 1, at + len(path) + 1
     return [1.0, *(hits[node] / max(steps, 1) for node in range(1, rule.nodes))]
@@ -165,7 +179,7 @@ def best_fixed_tree(
     return Tree((-1, *(place[path[:-1]] for path in ranked)), (0, *(path[-1] for path in ranked)))
 
 
-def _path(tokens: Sequence[int], parents: Sequence[int], truth: Sequence[int]) -> list[int]:
+def accepted(tokens: Sequence[int], parents: Sequence[int], truth: Sequence[int]) -> list[int]:
     """The nodes, downwards, of the longest path from the root that begins `truth`."""
     children: dict[tuple[int, int], int] = {}
     for node in range(1, len(tokens)):

@@ -50,6 +50,10 @@ class Candidate:
     """None: grown by the drafter each step."""
     played: Played
 
+    def speedup(self, cost: Costs, nodes: int) -> float:
+        """What it should gain where steps cost so much."""
+        return cost.speedup(self.played.tau, nodes, self.played.empty_share)
+
 
 def split(
     bundle: Bundle, prompts: Sequence[Prompt], longest: int
@@ -161,7 +165,7 @@ def choose(
     faster than that by `margin`."""
     found = []
     for cost in costs:
-        speedups = {nodes: cost.speedup(tried[nodes].played.tau, nodes) for nodes in tried}
+        speedups = {nodes: one.speedup(cost, nodes) for nodes, one in tried.items()}
         best = max(speedups, key=lambda nodes: speedups[nodes], default=1)
         if best == 1 or speedups[best] <= margin:
             found.append(Choice(cost.rows, cost.context, 1, 1.0, 1.0))

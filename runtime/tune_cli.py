@@ -64,7 +64,8 @@ def tune_command(
     from forerun.runtime.bundle import load_bundle
     from forerun.runtime.prompts import read_prompts
     from forerun.runtime.tune import TuneConfig
-    from forerun.runtime.tune_run import table, tune, write
+    from forerun.runtime.tune_report import table
+    from forerun.runtime.tune_run import tune, write
 
     check_files(output, page)
     opened = load_bundle(bundle)

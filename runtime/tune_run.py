@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun.errors import ForerunError
-from forerun.runtime.bench import bundle_facts, machine, versions
+from forerun.runtime.bench import machine
 from forerun.runtime.bundle import Bundle, replace_manifest
 from forerun.runtime.costs import Costs, with_trees
 from forerun.runtime.engine import load_engine
@@ -17,8 +17,6 @@ from forerun.runtime.pace import Fixed, Planned
 from forerun.runtime.plan import Choice, Plan
 from forerun.runtime.prompts import Prompt
 from forerun.runtime.race import Result, Runner, race
-from forerun.runtime.record import Recording
-from forerun.runtime.replay import FixedTree, node_shares
 from forerun.runtime.tune import (
     Advance,
     Candidate,
@@ -30,8 +28,8 @@ from forerun.runtime.tune import (
     time_steps,
     tuned_trees,
 )
+from forerun.runtime.tune_report import DEFAULT, FIRST, PLAIN, SECOND, Outcome, report
 
-PLAIN, DEFAULT, FIRST, SECOND = "plain", "default", "predicted best", "predicted second"
 Say = Callable[[str], None]
 
 
@@ -81,15 +79,17 @@ def tune(
     result = confirm(bundle, tried, plan, second, ids, config, advance)
     best = max(result.answers, key=lambda name: result.stats(name).tokens_per_s)
     plan = corrected(plan, best, costs, tried, second, int(manifest.default_tree))
+    # The default keeps its shape where it was the fastest.
     sizes = {choice.nodes for choice in plan.choices}
-    shapes = manifest if best == DEFAULT else tuned_trees(manifest, tried, [*sizes])
-    written = replace(shapes, plan=plan)
-    return Tuned(written, _report(bundle, config, answers, tried, costs, plan, best, result))
+    sizes -= {int(manifest.default_tree)} if best == DEFAULT else set()
+    written = replace(tuned_trees(manifest, tried, [*sizes]), plan=plan)
+    outcome = Outcome(bundle, config, answers, tried, costs, choices[0].nodes, second, result, ids)
+    return Tuned(written, report(outcome, plan, best))
 
 
 def runner_up(cost: Costs, tried: Mapping[int, Candidate], winner: int) -> int:
     """The second best size by prediction, plain decoding included."""
-    speedups = {1: 1.0} | {n: cost.speedup(one.played.tau, n) for n, one in tried.items()}
+    speedups = {1: 1.0} | {n: one.speedup(cost, n) for n, one in tried.items()}
     others = {nodes: speedup for nodes, speedup in speedups.items() if nodes != winner}
     return max(others, key=lambda nodes: others[nodes])
 
@@ -150,98 +150,3 @@ def write(bundle: Bundle, manifest: Manifest) -> None:
 
 def _sizes(plan: Plan) -> list[int]:
     return sorted({choice.nodes for choice in plan.choices})
-
-
-def _report(
-    bundle: Bundle,
-    config: TuneConfig,
-    answers: Sequence[Recording],
-    tried: Mapping[int, Candidate],
-    costs: Sequence[Costs],
-    plan: Plan,
-    best: str,
-    result: Result,
-) -> dict[str, Any]:
-    chosen = plan.choices[0].nodes
-    tree = tried[chosen].tree if chosen > 1 else None
-    speedup, interval = result.ratio(best, PLAIN)
-    gain, gain_interval = result.ratio(best, DEFAULT)
-    report = {
-        "plan": asdict(plan),
-        "exact_search": answers[0].parents is None,
-        "prompts": len(result.answers[PLAIN]),
-        "identical": min(result.identical(name, PLAIN) for name in result.answers),
-        "speedup": speedup,
-        "speedup_interval": interval,
-        "tau": result.stats(best).tau,
-        "acceptance_by_depth": result.stats(best).acceptance_by_depth,
-        "gain": gain,
-        "gain_interval": gain_interval,
-        "measured": {name: _measured(result, name) for name in result.answers},
-        "chosen": best,
-        "tried": [
-            {
-                "rows": cost.rows,
-                "context": cost.context,
-                "nodes": nodes,
-                "tau": one.played.tau,
-                "plain_ms": cost.plain,
-                "verify_ms": cost.verify.get(nodes, cost.step[nodes]),
-                "step_ms": cost.step[nodes],
-                "predicted": cost.speedup(one.played.tau, nodes),
-            }
-            for cost in costs
-            for nodes, one in tried.items()
-        ],
-        "verify_curve": {
-            str(cost.context): {"1": cost.plain, **{str(n): ms for n, ms in cost.verify.items()}}
-            for cost in costs
-            if cost.rows == costs[0].rows
-        },
-        "nodes": chosen,
-        "max_new_tokens": config.max_new_tokens,
-        "threads": config.threads,
-        "bundle": bundle_facts(bundle),
-        "machine": machine(),
-        "versions": versions(),
-    }
-    if tree is not None:
-        shares = node_shares(answers, FixedTree(tree))
-        report["tree"] = {"parents": [*tree.parents], "accepted": shares}
-    return report
-
-
-def _measured(result: Result, name: str) -> dict[str, Any]:
-    stats = result.stats(name)
-    speedup, interval = result.ratio(name, PLAIN)
-    return {
-        "tokens_per_s": stats.tokens_per_s,
-        "tau": stats.tau,
-        "speedup": speedup,
-        "speedup_interval": interval,
-    }
-
-
-def table(report: dict[str, Any]) -> Any:
-    """The report for people, as a rich table."""
-    from rich.table import Table
-
-    title = f"{report['prompts']} prompts that were not recorded"
-    grid = Table("", "tokens/s", "tau", "speedup", title=title)
-    for name, side in report["measured"].items():
-        bounds = side["speedup_interval"]
-        interval = f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
-        cells = (f"{side['tokens_per_s']:.1f}", f"{side['tau']:.2f}")
-        grid.add_row(name, *cells, f"{side['speedup']:.2f}{interval}")
-    grid.add_section()
-    bounds = report["gain_interval"]
-    interval = f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
-    grid.add_row(f"{report['chosen']} over default", "", "", f"{report['gain']:.2f}{interval}")
-    for choice in report["plan"]["choices"]:
-        what = "plain" if choice["nodes"] == 1 else f"{choice['nodes']} nodes"
-        where = f"plan, from {choice['context']} tokens"
-        if choice["rows"] > 1:
-            where += f", {choice['rows']} rows"
-        even = f"pays above tau {choice['break_even']:.2f}" if choice["nodes"] > 1 else ""
-        grid.add_row(where, what, f"{choice['tau']:.2f}", even)
-    return grid

@@ -22,6 +22,7 @@ from forerun.runtime.replay import (
     Lookup,
     Played,
     Rule,
+    accepted,
     best_fixed_tree,
     look_up,
     node_shares,
@@ -51,7 +52,7 @@ def test_a_replay_takes_the_steps_that_the_engine_takes(
     folder = request.getfixturevalue(name)
     _, answers = recorded(folder)
     engine = load_engine(load_bundle(folder), 1)
-    accepted = 0
+    deeper = 0
     for key, tree in load_bundle(folder).manifest.trees.items():
         rule: Rule = GrownTree(int(key)) if tree is None else FixedTree(tree)
         for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -61,8 +62,8 @@ def test_a_replay_takes_the_steps_that_the_engine_takes(
             stats, played = decoding.stats, replay([answer], rule)
             assert (played.steps, played.tau) == (stats.steps, stats.tau)
             assert played.acceptance_by_depth == stats.acceptance_by_depth
-            accepted += sum(stats.committed[1:])
-    assert accepted > 0 or name == "tiny_medusa_bundle"  # whose heads are random
+            deeper += sum(stats.committed[1:])
+    assert deeper > 0 or name == "tiny_medusa_bundle"  # whose heads are random
 
 
 def test_a_recording_ends_with_the_stop_token(tiny_bundle: Path) -> None:
@@ -138,15 +139,17 @@ def test_no_fixed_tree_accepts_more_than_the_best_one(nodes: int) -> None:
     draw = random.Random(nodes)
     answers = [invented(draw, choices=2, depth=3) for _ in range(4)]
 
-    def accepted(tree: Tree) -> int:
+    def total(tree: Tree) -> int:
         rule = FixedTree(tree)
         return sum(
-            len(rule.accepted(answer, at)) for answer in answers for at in range(answer.length - 1)
+            len(accepted(*rule.draft(answer, at), answer.tokens[at + 1 :]))
+            for answer in answers
+            for at in range(answer.length - 1)
         )
 
     best = best_fixed_tree(answers, nodes, per_depth=2, max_depth=3)
     assert best is not None and best.nodes == nodes
-    assert accepted(best) == max(accepted(tree) for tree in all_trees(nodes, 2, 3))
+    assert total(best) == max(total(tree) for tree in all_trees(nodes, 2, 3))
 
 
 def test_a_tree_wider_than_what_was_ever_accepted_is_none() -> None:
@@ -170,6 +173,11 @@ def test_shares_of_nodes_add_up_to_the_tokens_accepted() -> None:
         assert by_depth[depth] == pytest.approx(share)
 
 
+def test_steps_without_a_proposal_are_counted() -> None:
+    answer = Recording((1,), (1, 2, 3, 4), 4, np.array([[2], [-1], [-1], [-1]]))
+    assert replay([answer], FixedTree(Tree.chain(2))) == Played(2, 3, (1,), 1)
+
+
 def test_what_was_played_adds_up() -> None:
-    assert Played(2, 5, (1,)) + Played(3, 4, (1, 1)) == Played(5, 9, (2, 1))
+    assert Played(2, 5, (1,), 1) + Played(3, 4, (1, 1), 1) == Played(5, 9, (2, 1), 2)
     assert Played(0, 0, ()).tau == 0

@@ -23,7 +23,8 @@ from forerun.runtime.prompts import Prompt, read_prompts
 from forerun.runtime.replay import Played
 from forerun.runtime.tree import Tree
 from forerun.runtime.tune import Candidate, TuneConfig, candidates, choose, record_answers, split
-from forerun.runtime.tune_run import DEFAULT, FIRST, PLAIN, SECOND, corrected, runner_up, tune
+from forerun.runtime.tune_report import DEFAULT, FIRST, PLAIN, SECOND
+from forerun.runtime.tune_run import corrected, runner_up, tune
 
 CONFIG = TuneConfig(max_new_tokens=24, sizes=(2, 3, 5, 8), contexts=(32, 100), launches=1)
 TRIED = {
