@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.runtime.buffers import Array, Buffer, Buffers, Layout, Memory
+from forerun.runtime.buffers import Array, Buffer, Buffers, Layout, Memory, Ticket
 from forerun.runtime.engine_step import Named, Reading, StepEngine
 from forerun.runtime.tree import Tree
 
@@ -58,12 +58,24 @@ class PinnedEngine(StepEngine):
         """As any engine's; each token is a launch, since a prefill verifies one node."""
         return super().score(tokens, min(chunk or self.manifest.chunk, self.manifest.chunk))
 
+    def launch(self, nodes: int) -> Ticket:
+        """As any engine's; another size than the last begins with trees of nothing but roots, since
+        a step drafts as many nodes as it verifies."""
+        if nodes != self.drafted:
+            self._leave_roots(nodes)
+        return super().launch(nodes)
+
     def drop_draft(self) -> None:
         """As any engine's; the next step verifies trees that have nothing but their roots."""
         if self.drafted > 1:
-            tokens = self.memory.read(self.buffers.sets[self.turn][f"tokens_{self.drafted}"])
-            for row, root in enumerate(tokens[:, 0].tolist()):
-                self._bare_tree(self.drafted, root, row)
+            self._leave_roots(self.drafted)
+
+    def _leave_roots(self, nodes: int) -> None:
+        """Trees of `nodes` nodes in the place of those that were drafted."""
+        tokens = self.memory.read(self.buffers.sets[self.turn][f"tokens_{self.drafted}"])
+        for row, root in enumerate(tokens[:, 0].tolist()):
+            self._bare_tree(nodes, root, row)
+        self.drafted = nodes
 
     def launch_ms(self, verified: int, nodes: int, launches: int = 20, context: int = 32) -> float:
         """Of a step that verifies, and drafts, `verified` nodes: there is no other."""

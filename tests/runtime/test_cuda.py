@@ -18,6 +18,8 @@ from forerun.runtime.engine import Request, load_engine
 from forerun.runtime.engine_pinned import PinnedEngine
 from forerun.runtime.engine_step import Named
 from forerun.runtime.loop import Block, decode
+from forerun.runtime.pace import Patience, Planned
+from forerun.runtime.plan import Choice, Plan
 from forerun.runtime.sampling import SamplingParams
 
 pytest.importorskip("onnxruntime")
@@ -227,6 +229,23 @@ def test_a_step_is_bound_once_and_read_once(bundle: Bundle, kind: str) -> None:
     assert stats.engine_seconds == pytest.approx(0.002 * stats.steps)
     if kind == "pinned":
         assert engine.bound == 4  # and one a turn of the prefill
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
+def test_trees_of_changing_size(bundle: Bundle, kind: str, params: SamplingParams) -> None:
+    """By context and, since these trees never pay, with plain steps in between."""
+    reference, engine = load_engine(bundle, threads=1), make(kind, bundle)
+    small, large = sorted(map(int, bundle.manifest.trees))[1:]
+    sizes = ((1, large), (30, small), (50, 1), (60, large))
+    choices = tuple(Choice(1, context, nodes, 2.0, 9.0) for context, nodes in sizes)
+    plan = Plan("a machine", None, 1, 1, choices)
+    pace = Planned(plan, Patience(window=3, rest=2, longest_rest=4, trial=1))
+    for prompt in PROMPTS[:3]:
+        request = Request(prompt, len(prompt) + 60, params)
+        expected = [t for block in decode(reference, request, 1) for t in block.tokens]
+        assert [t for block in decode(engine, request, pace) for t in block.tokens] == expected
+    assert pace.switches > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
