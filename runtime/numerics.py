@@ -47,16 +47,20 @@ _HALF = Tolerances(5e-1, 2.5e-1, 1e-2)
 # int8 steps are row-independent bit for bit, so that no choice may flip between plain and
 # speculative on one machine; across machines a rounding flip may move a golden logit.
 _INT8 = Tolerances(5e-2, 0.0, 0.0)
+# Activations are rounded to 3 bits of mantissa, and a flip of one moves all that follows.
+_FP8 = Tolerances(2.0, 1.0, 5e-2)
 _BY_PRECISION = {
     **dict.fromkeys(("fp32", "float32"), _FP32),
-    **dict.fromkeys(("fp16", "float16", "bf16", "bfloat16"), _HALF),
+    # int4 rounds weights alone, beforehand: its arithmetic is float16's.
+    **dict.fromkeys(("fp16", "float16", "bf16", "bfloat16", "int4"), _HALF),
+    "fp8": _FP8,
 }
 CLOSE = 0.5
 """Golden arg-maxes of an int8 engine may differ where the best two logits are closer than this."""
 
 
 def tolerances(precision: str) -> Tolerances:
-    """The tolerances of a bundle's precision; those of int8 for any integer format."""
+    """The tolerances of a bundle's precision; those of int8 for any that is not known."""
     return _BY_PRECISION.get(precision, _INT8)
 
 

@@ -16,7 +16,7 @@ from forerun.runtime.model import load  # noqa: E402
 from forerun.runtime.serve_orders import Limits  # noqa: E402
 from forerun.runtime.serve_schema import UNSUPPORTED  # noqa: E402
 
-EXAMPLES = 60
+EXAMPLES = 40
 """Requests of a kind, of a route."""
 
 NOT_TAKEN = {*UNSUPPORTED, "best_of", "stream_options", "max_completion_tokens"}
