@@ -39,9 +39,9 @@ TOLERANCES = {
     "fp32": Tolerance(2e-3, 1e-3, "max"),  # logits of some tens, summed in another order
     "fp16": Tolerance(0.1, 5e-2, "mean"),
     "int4": Tolerance(0.1, 5e-2, "mean"),  # float16 on rounded weights
-    # As with int8, see there, but flips are coarser: on SmolLM2 the same step in half and in single
-    # precision differs by KL 0.05 in the mean and 0.26 at most (docs/tensorrt.md).
-    "fp8": Tolerance(0.5, 5e-2, "mean", divergence=1.0),
+    # As with int8, see there. Flips are coarser: KL is 0.07 on SmolLM2, whose fp8 step lies as far
+    # from the float32 one.
+    "fp8": Tolerance(0.5, 5e-2, "mean", divergence=0.2),
     # Eager torch and ONNX Runtime differ by 1e-6 before an activation is rounded. Roundings that
     # flip for it add up over the layers to noise like that of int8 itself, so only its mean counts.
     "int8": Tolerance(0.5, 5e-2, "mean"),
