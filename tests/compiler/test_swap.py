@@ -23,7 +23,7 @@ pytest.importorskip("onnxscript")
 from click.testing import CliRunner  # noqa: E402
 
 from forerun.cli import main  # noqa: E402
-from forerun.compiler.options import CompileOptions  # noqa: E402
+from forerun.compiler.options import ENGINE_KINDS, CompileOptions  # noqa: E402
 from forerun.compiler.pipeline import compile_bundle  # noqa: E402
 from forerun.compiler.swap import SwapOptions, swap_drafter  # noqa: E402
 from forerun.errors import ForerunError  # noqa: E402
@@ -348,9 +348,13 @@ def _error(bundle: Path, drafter: str, target: str) -> str:
     return str(caught.value)
 
 
-def test_a_refittable_engine_needs_its_gpu(bundle, options, make):
+def test_a_refittable_engine_needs_its_gpu(monkeypatch, tmp_path, options, make):
     """The engine here is no engine: nothing that TensorRT can't load is replaced."""
     pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    # The graph's weights lie as they do in one that is made for TensorRT.
+    monkeypatch.setitem(ENGINE_KINDS, "ort", replace(ENGINE_KINDS["ort"], transposed=True))
+    drafter = make("medusa", 1)
+    bundle = compile_bundle(replace(options, output=tmp_path / "bundle", drafter=drafter)).path
     edit(bundle, lambda manifest: manifest["engine"].update(kind="tensorrt-rtx", refit=True))
     assert "can't load it here" in refused(bundle, make("medusa", 2), options.target)
 
