@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from forerun.errors import MissingDependencyError
+from forerun.runtime.cli import NODES, PATH, THREADS
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus-client")
-PATH = click.Path(path_type=Path)
 SECONDS = click.FloatRange(0, min_open=True)
 
 
@@ -24,11 +24,9 @@ SECONDS = click.FloatRange(0, min_open=True)
     "--rows", type=click.IntRange(1), default=4, show_default=True, help="Answers side by side."
 )
 @click.option("--name", help="The model's name for clients; default: the target's.")
-@click.option(
-    "--nodes", type=click.IntRange(1), help="Size of the draft tree; default: the bundle's own."
-)
+@NODES
 @click.option("--plain", is_flag=True, help="Without speculation.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads; default: all cores.")
+@THREADS
 @click.option(
     "--queue",
     type=click.IntRange(0),
