@@ -97,7 +97,7 @@ class Answering:
         """`committed` is what the prefill gave."""
         self._engine, self._stop_ids = engine, frozenset(stop_ids)
         self._room = request.limit - len(request.prompt)
-        self._tokens, self._counts = 0, Counter[int]()
+        self._tokens = 0
         self.context = len(request.prompt)
         """Tokens of the prompt and of the answer until now."""
         self._trace: list[int] = []
@@ -111,7 +111,6 @@ class Answering:
         block = self._cut(committed)
         self.context += len(committed)
         if committed:
-            self._counts[len(committed)] += 1
             self._trace.append(len(committed))
             self._tokens += len(block.tokens) + (block.finish == "stop")
         return block
@@ -119,12 +118,13 @@ class Answering:
     @property
     def stats(self) -> Stats:
         """What it took until now."""
+        counts = Counter(self._trace)
         return Stats(
             self._prefill_seconds,
             time.perf_counter() - self._begin,
             self._engine.seconds - self._inside,
             self._tokens,
-            tuple(self._counts[n] for n in range(1, max(self._counts, default=0) + 1)),
+            tuple(counts[n] for n in range(1, max(counts, default=0) + 1)),
             tuple(self._trace),
         )
 
