@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
 from importlib import metadata
@@ -19,7 +19,7 @@ from forerun.errors import ForerunError
 from forerun.runtime.answers import shown_tree, singled_out, words_of
 from forerun.runtime.bundle import Bundle
 from forerun.runtime.chat import encode_prompt
-from forerun.runtime.costs import measure_costs
+from forerun.runtime.costs import Costs, measure_costs
 from forerun.runtime.engine import GREEDY
 from forerun.runtime.loop import Stats
 from forerun.runtime.model import Completion, Model
@@ -119,10 +119,17 @@ def _drift(model: Model, tau: float) -> dict[str, float]:
     return {"drift": plan.drift(tau)} if plan else {}
 
 
+def shorter_prompts(
+    bundle: Bundle, prompts: Sequence[Prompt], longest: int
+) -> list[tuple[Prompt, list[int]]]:
+    """The prompts of less than `longest` tokens, with their ids."""
+    encoded = [(prompt, encode_prompt(bundle, prompt.content)) for prompt in prompts]
+    return [(prompt, ids) for prompt, ids in encoded if len(ids) < longest]
+
+
 def fitting_prompts(model: Model, prompts: Sequence[Prompt]) -> list[tuple[Prompt, list[int]]]:
     """The prompts that the model's context holds, with their ids; ForerunError where none is."""
-    encoded = [(prompt, encode_prompt(model.bundle, prompt.content)) for prompt in prompts]
-    fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) < model.engine.context]
+    fitting = shorter_prompts(model.bundle, prompts, model.engine.context)
     if not fitting:
         raise ForerunError(
             f"no prompt is shorter than this bundle's context of {model.engine.context} tokens: "
@@ -197,10 +204,14 @@ def ratio_interval(one: Sequence[Stats], other: Sequence[Stats]) -> list[float] 
 
 def costs(model: Model, nodes: int) -> dict[str, Any]:
     """Milliseconds of a launch at a short context: verifying n nodes, and drafting besides."""
-    found = measure_costs(model.engine, [*map(int, model.bundle.manifest.trees)], [nodes])[0]
-    verify = {1: found.plain, **found.verify}
+    trees = model.bundle.manifest.trees
+    return cost_facts(measure_costs(model.engine, [*map(int, trees)], [nodes])[0], trees, nodes)
+
+
+def cost_facts(found: Costs, sizes: Iterable[str], nodes: int) -> dict[str, Any]:
+    """Of what was measured the part that says what a bundle's trees cost."""
     return {
-        "verify_cost": {str(size): cost for size, cost in verify.items()},
+        "verify_cost": {size: found.curve[size] for size in sorted(sizes, key=int)},
         "draft_cost": found.draft(nodes) if nodes > 1 else 0.0,
     }
 

@@ -37,6 +37,11 @@ class Costs:
     skips_empty: bool = False
     """Whether a step for which nothing was proposed verifies the root alone."""
 
+    @property
+    def curve(self) -> dict[str, float]:
+        """verify(n) in milliseconds by n as text, 1 included: as reports have it."""
+        return {"1": self.plain, **{str(nodes): ms for nodes, ms in self.verify.items()}}
+
     def draft(self, nodes: int) -> float:
         """Milliseconds that drafting takes."""
         return max(self.step[nodes] - self.verify[nodes], 0.0)
@@ -113,15 +118,18 @@ def _context(cost: Costs) -> int:
     return cost.context
 
 
-def verify_costs(bundle: Bundle, threads: int | None = None) -> list[Costs]:
-    """verify(n) for n from 1 to 128 at contexts from short to long, or for the sizes there are."""
+def verify_costs(
+    bundle: Bundle, drafted: Sequence[int] = (), threads: int | None = None
+) -> list[Costs]:
+    """verify(n) for n from 1 to 128 at contexts from short to long, or for the sizes there are;
+    and drafting for each of `drafted`."""
     manifest = bundle.manifest
     sizes = [*map(int, manifest.trees)]
     if manifest.engine.kind not in BUILT:
         sizes += [nodes for nodes in CURVE if nodes <= manifest.capacity // 4]
     engine = load_engine(with_trees(bundle, stars(manifest, sizes)), threads)
     contexts = [SHORT, *(context for context in LONGER if context + max(sizes) < engine.context)]
-    return measure_costs(engine, sizes, [], contexts, launches=4)
+    return measure_costs(engine, sizes, drafted, contexts, launches=4)
 
 
 def with_trees(bundle: Bundle, trees: Mapping[str, Tree | None]) -> Bundle:

@@ -145,9 +145,9 @@ class Manifest:
             raise ForerunError("trees: the tree '1' (plain decoding) is missing")
         if self.default_tree not in self.trees:
             raise ForerunError(f"default_tree: {self.default_tree!r} is not among the trees")
-        for choice in self.plan.choices if self.plan else ():
-            if str(choice.nodes) not in self.trees:
-                raise ForerunError(f"plan: no tree of {choice.nodes} nodes: run forerun tune again")
+        for nodes in self.plan.sizes if self.plan else ():
+            if str(nodes) not in self.trees:
+                raise ForerunError(f"plan: no tree of {nodes} nodes: run forerun tune again")
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""

@@ -64,7 +64,7 @@ class Planned:
     takes over, and drafting is tried again later and later."""
 
     def __init__(self, plan: Plan, patience: Patience | None = None) -> None:
-        self.plan, self.largest = plan, plan.largest
+        self.plan, self.largest = plan, plan.sizes[-1]
         self.patience = patience or Patience()
         self.switches = 0
         """How often drafting was given up or taken up again."""
@@ -80,8 +80,7 @@ class Planned:
         kept up from the beginning or not at all."""
         self._forget()
         nodes = self.nodes(context)
-        drafted = [choice.nodes for choice in self.plan.choices if choice.nodes > 1]
-        return min(drafted) if nodes == 1 and drafted else nodes
+        return next((size for size in self.plan.sizes if size > 1), 1) if nodes == 1 else nodes
 
     def nodes(self, context: int, rows: int = 1) -> int:
         choice = self.plan.choice(context, rows)

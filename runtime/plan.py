@@ -55,9 +55,9 @@ class Plan:
         return tau / expected - 1 if expected > 1 else 0.0
 
     @property
-    def largest(self) -> int:
-        """Nodes of the largest tree that it drafts."""
-        return max(choice.nodes for choice in self.choices)
+    def sizes(self) -> list[int]:
+        """Nodes of the trees that it drafts, small ones first; 1 where it drafts none somewhere."""
+        return sorted({choice.nodes for choice in self.choices})
 
 
 def _at_most(value: int, known: Iterable[int]) -> int:

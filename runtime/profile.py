@@ -9,7 +9,7 @@ step's. What its parts then miss of its own clock is shown as unexplained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from itertools import zip_longest
@@ -23,7 +23,7 @@ from forerun.runtime.bench import (
     answer_both_ways,
     bundle_facts,
     categories,
-    costs,
+    cost_facts,
     fitting_prompts,
     machine,
     summary,
@@ -180,10 +180,6 @@ def _latency(stats: Stats, answers: int) -> dict[str, float | None]:
 
 
 def _costs(model: Model, config: BenchConfig) -> dict[str, Any]:
-    found = verify_costs(model.bundle, config.threads)
-    curve = {str(cost.context): {"1": cost.plain, **_named(cost.verify)} for cost in found}
-    return {**costs(model, config.nodes), "verify_curve": curve}
-
-
-def _named(costs: Mapping[int, float]) -> dict[str, float]:
-    return {str(nodes): ms for nodes, ms in costs.items()}
+    found = verify_costs(model.bundle, [config.nodes], config.threads)
+    short = cost_facts(found[0], model.bundle.manifest.trees, config.nodes)
+    return {**short, "verify_curve": {str(cost.context): cost.curve for cost in found}}

@@ -6,12 +6,12 @@ measured cost, and the winner measured for real on prompts that took no part in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from forerun.errors import ForerunError
+from forerun.runtime.bench import shorter_prompts
 from forerun.runtime.bundle import Bundle
-from forerun.runtime.chat import encode_prompt
 from forerun.runtime.costs import SHORT, Costs, measure_costs, with_trees
 from forerun.runtime.engine import BUILT, Engine, load_engine
 from forerun.runtime.manifest import Manifest
@@ -62,8 +62,7 @@ def split(
 
     Raises ForerunError where fewer than two prompts are shorter than `longest` tokens.
     """
-    encoded = [(prompt, [*encode_prompt(bundle, prompt.content)]) for prompt in prompts]
-    fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) < longest]
+    fitting = shorter_prompts(bundle, prompts, longest)
     if len(fitting) < 2:
         raise ForerunError(
             f"tuning records one half of the prompts and measures on the other, and only "
@@ -158,16 +157,13 @@ def fitting(engine: Engine, config: TuneConfig) -> list[int]:
     return [context for context in config.contexts if context == SHORT or context < room]
 
 
-def choose(
-    costs: Sequence[Costs], tried: Mapping[int, Candidate], margin: float = 1.0
-) -> list[Choice]:
-    """For each context and batch size the size that is fastest by prediction; plain where none is
-    faster than that by `margin`."""
+def choose(costs: Sequence[Costs], tried: Mapping[int, Candidate]) -> list[Choice]:
+    """For each context and batch size the size that is fastest by prediction, or plain decoding."""
     found = []
     for cost in costs:
         speedups = {nodes: one.speedup(cost, nodes) for nodes, one in tried.items()}
         best = max(speedups, key=lambda nodes: speedups[nodes], default=1)
-        if best == 1 or speedups[best] <= margin:
+        if best == 1 or speedups[best] <= 1.0:
             found.append(Choice(cost.rows, cost.context, 1, 1.0, 1.0))
             continue
         tau, even = tried[best].played.tau, cost.step[best] / cost.plain
@@ -176,7 +172,7 @@ def choose(
 
 
 def tuned_trees(
-    manifest: Manifest, tried: Mapping[int, Candidate], sizes: Sequence[int]
+    manifest: Manifest, tried: Mapping[int, Candidate], sizes: Collection[int]
 ) -> Manifest:
     """The manifest with the best trees of `sizes`, besides those it has."""
     trees = {str(nodes): tried[nodes].tree for nodes in sizes if nodes > 1}

@@ -61,11 +61,11 @@ def tune_command(
     other half, against plain decoding and the bundle's default.
     """
     from forerun.progress import progress
-    from forerun.runtime.bundle import load_bundle
+    from forerun.runtime.bundle import load_bundle, replace_manifest
     from forerun.runtime.prompts import read_prompts
     from forerun.runtime.tune import TuneConfig
     from forerun.runtime.tune_report import table
-    from forerun.runtime.tune_run import tune, write
+    from forerun.runtime.tune_run import tune
 
     check_files(output, page)
     opened = load_bundle(bundle)
@@ -80,7 +80,7 @@ def tune_command(
     with progress("Tuning", total=None) as advance:
         tuned = tune(opened, read, config, _say, advance)
     if not dry_run:
-        write(opened, tuned.manifest)
+        replace_manifest(opened.path, tuned.manifest)
     show_report(tuned.report, table(tuned.report), output)
     write_page(tuned.report, "tune", page)
 

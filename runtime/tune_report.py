@@ -66,7 +66,7 @@ def report(found: Outcome, plan: Plan, best: str) -> dict[str, Any]:
             _tried(cost, nodes, one) for cost in found.costs for nodes, one in found.tried.items()
         ],
         "verify_curve": {
-            str(cost.context): {"1": cost.plain, **{str(n): ms for n, ms in cost.verify.items()}}
+            str(cost.context): cost.curve
             for cost in found.costs
             if cost.rows == found.costs[0].rows
         },

@@ -8,7 +8,7 @@ from typing import Any
 
 from forerun.errors import ForerunError
 from forerun.runtime.bench import machine
-from forerun.runtime.bundle import Bundle, replace_manifest
+from forerun.runtime.bundle import Bundle
 from forerun.runtime.costs import Costs, with_trees
 from forerun.runtime.engine import load_engine
 from forerun.runtime.manifest import Manifest
@@ -80,9 +80,8 @@ def tune(
     best = max(result.answers, key=lambda name: result.stats(name).tokens_per_s)
     plan = corrected(plan, best, costs, tried, second, int(manifest.default_tree))
     # The default keeps its shape where it was the fastest.
-    sizes = {choice.nodes for choice in plan.choices}
-    sizes -= {int(manifest.default_tree)} if best == DEFAULT else set()
-    written = replace(tuned_trees(manifest, tried, [*sizes]), plan=plan)
+    kept = {int(manifest.default_tree)} if best == DEFAULT else set()
+    written = replace(tuned_trees(manifest, tried, {*plan.sizes} - kept), plan=plan)
     outcome = Outcome(bundle, config, answers, tried, costs, choices[0].nodes, second, result, ids)
     return Tuned(written, report(outcome, plan, best))
 
@@ -105,7 +104,7 @@ def confirm(
 ) -> Result:
     """Plain, default, and the two best by prediction on prompts that were not recorded."""
     own = bundle.manifest.trees
-    new = {str(nodes): tried[nodes].tree for nodes in (second, *_sizes(plan)) if nodes > 1}
+    new = {str(nodes): tried[nodes].tree for nodes in (second, *plan.sizes) if nodes > 1}
     wide = with_trees(bundle, new)
     model = Model(wide, load_engine(wide, config.threads))
     runners = {
@@ -141,12 +140,3 @@ def corrected(
 
     pairs = zip(plan.choices, costs, strict=True)
     return replace(plan, choices=tuple(other(choice, cost) for choice, cost in pairs))
-
-
-def write(bundle: Bundle, manifest: Manifest) -> None:
-    """Put the tuned manifest in the place of the bundle's; no file changes."""
-    replace_manifest(bundle.path, manifest)
-
-
-def _sizes(plan: Plan) -> list[int]:
-    return sorted({choice.nodes for choice in plan.choices})

@@ -141,7 +141,7 @@ def test_costs_are_measured_for_trees_that_the_bundle_lacks(tiny_combined_bundle
     for cost in found:
         assert set(cost.verify) == {4, 6, 20} and set(cost.step) == {4, 6}
         assert all(ms > 0 for ms in (cost.plain, *cost.verify.values(), *cost.step.values()))
-    curve = verify_costs(bundle, 1)
+    curve = verify_costs(bundle, threads=1)
     assert {1, 6, 10} <= {1, *curve[0].verify} and max(curve[0].verify) <= 256 // 4
 
 
